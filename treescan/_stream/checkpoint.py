@@ -94,11 +94,13 @@ class Folder:
 
     def __init__(self, settings: Checkpoint, program: dict[str, str]) -> None:
         self.settings = settings
-        self.path = Path(settings.folder).absolute()
+        folder = os.fspath(settings.folder)
+        self._is_local = "://" not in folder
+        self._path = Path(folder).absolute() if self._is_local else folder
         self._program = program
         self._manager: Any = None
         self._orbax: Any = None
-        self.kept: int | None = None
+        self._steps = dict[int, int]()
 
     @contextlib.contextmanager
     def opened(self) -> Generator[None]:
@@ -112,14 +114,14 @@ class Folder:
         with self._locked():
             options = self._orbax.CheckpointManagerOptions(max_to_keep=self.settings.keep)
             with self._writing("opened"):
-                self._manager = self._orbax.CheckpointManager(self.path, options=options)
+                self._manager = self._orbax.CheckpointManager(self._path, options=options)
             try:
                 yield
             except BaseException:
                 with contextlib.suppress(Exception):  # what ended the run is what the user hears of
                     self._manager.close()
                 raise
-            with self._writing("closed"):
+            with self._writing("written"):
                 self._manager.wait_until_finished()
                 self._manager.close()
 
@@ -146,14 +148,15 @@ class Folder:
     @contextlib.contextmanager
     def _lock(self) -> Generator[None]:
         """Holds the lock, which the system gives up for a process that was killed."""
-        try:
-            import fcntl
-        except ImportError:  # Windows
+        if not self._is_local or importlib.util.find_spec("fcntl") is None:
             yield
             return
+        import fcntl  # not on Windows
+
+        path = Path(self._path)
         with self._writing("opened"):
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = open(self.path / _LOCK, "a")  # noqa: SIM115, it is closed below
+            path.mkdir(parents=True, exist_ok=True)
+            file = open(path / _LOCK, "a")  # noqa: SIM115, it is closed below
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -174,7 +177,8 @@ class Folder:
         except Fault:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
+            said = (error.strerror if isinstance(error, OSError) else None) or str(error).strip()
+            reason = said.splitlines() or [type(error).__name__]
             raise Fault(
                 CheckpointError,
                 f"{{call}}: the folder `{self.settings.folder}` of checkpoints could not be {what}: {reason[0]}",
@@ -184,9 +188,15 @@ class Folder:
 
     def says_what_is_kept(self) -> str:
         """From where the same call continues."""
-        if self.kept is None:
+        there = list[int]()
+        with contextlib.suppress(Exception):
+            self._manager.wait_until_finished()
+        with contextlib.suppress(Exception):
+            there += self._manager.all_steps(read=True)
+        after = self._steps.get(max(there, default=-1))
+        if after is None:
             return "There is no checkpoint yet."
-        return f"`{self.settings.folder}` has a checkpoint after {self.kept} steps: the same call continues there."
+        return f"`{self.settings.folder}` has a checkpoint after {after} steps: the same call continues there."
 
     def is_due(self, number: int) -> bool:
         """Whether a checkpoint follows this part."""
@@ -216,7 +226,7 @@ class Folder:
         pairs = zip(leaves, found["carry"], about["carry"], strict=True)
         carry = jax.tree.unflatten(structure, [_like(leaf, value, type_) for leaf, value, type_ in pairs])
         last = [_like(None, value, type_) for value, type_ in zip(found["last"], about["last"], strict=True)]
-        self.kept = about["steps"]
+        self._steps[step] = about["steps"]
         return Saved(carry, last, *(about[name] for name in ("done", "steps", "source", "finished")))
 
     def save(self, saved: Saved) -> None:
@@ -228,9 +238,10 @@ class Folder:
             state=args.StandardSave(state | {"_": np.zeros(1)}),  # orbax saves no tree without leaves
             about=args.JsonSave(about | {"program": self._program}),
         )
+        number = saved.done + saved.finished
+        self._steps[number] = saved.steps
         with self._writing("written"):
-            self._manager.save(saved.done + saved.finished, args=composite, force=True)
-        self.kept = saved.steps
+            self._manager.save(number, args=composite, force=True)
 
     def _refuse_another(self, about: dict[str, Any], init: PyTree) -> None:
         before, now = about["program"], self._program

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from .checkpoint import Folder
 
 
+NO_LIMIT = 2**31 - 1
+"""The length of a masked loop without rows, before the end of its source."""
+
+
 class _Ran(NamedTuple):
     """A part that was sent to the device.
 
@@ -55,7 +59,7 @@ class Run:
         call: runs a part: from (carry, xs, position of its first step, lengths) to (carry, ys).
         init: the carry that the first step is given.
         source: what is read.
-        lengths: int32[*batch], of the rows; int32[] for a loop without rows that is masked. None: nothing is.
+        lengths: int32[*batch], of the rows; NO_LIMIT for a loop without rows that is masked. None: nothing is.
         keeps: what is kept of y, a prefix of it; None: all.
         donates: whether the memory of a carry is that of the next one.
         prefetch: how many parts are read ahead.
@@ -143,7 +147,7 @@ class Run:
         """Sends a part to the device, and cuts its padding off its ys."""
         carry, ys = self._call(carry, read)
         leaves, structure = jax.tree.flatten(ys)
-        refuse_traced("{step} closes over a traced value", [*jax.tree.leaves(carry), *leaves])
+        refuse_traced("the body closes over a traced value", [*jax.tree.leaves(carry), *leaves])
         keeps = self._keeps_of(ys)
         earlier = iter(last)
         for i, keep in enumerate(keeps):
@@ -187,8 +191,8 @@ class Run:
 
     def _refuse_longer(self, steps: int) -> None:
         """Refuses rows that are longer than a source whose length was not known before."""
-        longest = 0 if self.lengths is None or not self.lengths.ndim else self.lengths.max(initial=0)
-        if longest > steps:
+        longest = 0 if self.lengths is None else self.lengths.max(initial=0)
+        if steps < longest < NO_LIMIT:
             raise Misuse(
                 f"{{call}}: the source ended after {steps} steps, but the longest of `lengths` is {longest}.",
                 "Pass the lengths of the rows that the source has.",

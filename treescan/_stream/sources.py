@@ -88,11 +88,11 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
                 "{call}: `source` is a function of (start, n), so the number of steps is unknown.",
                 "Pass `length=`, the number of steps of the whole run.",
             )
-        return _Sliced(source, _not_none(length), chunk, reverse)
+        return _Sliced(source, length, chunk, reverse)
     if source is None:
         if length is None:
             raise Misuse("{call}: there is no source, so the number of steps is unknown.", "Pass `length=`.")
-        return _Sliced(lambda start, n: None, _not_none(length), chunk, reverse)
+        return _Sliced(lambda start, n: None, length, chunk, reverse)
     if isinstance(source, Iterator) or (isinstance(source, Iterable) and not _is_array(source) and _is_leaf(source)):
         if reverse:
             raise Misuse(
@@ -108,10 +108,6 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
             "Leave `length` out, or slice the source.",
         )
     return _Sliced(lambda start, n: jax.tree.map(lambda leaf: _slice(leaf, start, n), source), steps, chunk, reverse)
-
-
-def _not_none(length: int) -> int:
-    return length
 
 
 def _is_leaf(node: Any) -> bool:

@@ -16,7 +16,7 @@ from .._checks.arguments import check_length, check_options, check_reverse
 from .._checks.rows import check_lengths
 from .._errors import Misuse, expect, expect_int, explain, verb
 from .._stream.part import Part
-from .._stream.run import Run, refuse_traced
+from .._stream.run import NO_LIMIT, Run, refuse_traced
 from .._stream.sources import Source, source_of
 from .._transforms.outputs import check_save
 from .._tree import Prefix, leaves_with_path
@@ -358,7 +358,7 @@ def _run_of(
         given = np.asarray(check_lengths(_gathered(lengths), parts.length)).astype(np.int32)
     else:
         plain = parts.length is not None and parts.length % parts.chunk == 0 and not takes_keyword(body, "valid")
-        given = None if plain else np.asarray(_NO_LIMIT, np.int32)
+        given = None if plain else np.asarray(NO_LIMIT, np.int32)
 
     def call(carry: PyTree, xs: PyTree, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
         part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
@@ -373,12 +373,12 @@ def _run_of(
     if checkpoint is not None:
         from .._stream.checkpoint import folder_of
 
-        asked = {name: options.get(name) for name in ("reverse", "key", "save")}
-        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=given, **asked)
+        asked = {"reverse": False, "key": None, "save": "all"}
+        asked |= {name: options[name] for name in asked.keys() & options.keys()}
+        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=lengths, **asked)
     return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
 
 
-_NO_LIMIT = 2**31 - 1
 _NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
 
 
@@ -388,7 +388,7 @@ def _check_save(save: Save, source: Source) -> Prefix | None:
     for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
         if keep and source.chunk % keep:
             raise Misuse(
-                f"{{call}}: `save` keeps every {keep}th output, which does not divide `chunk`, {source.chunk}.",
+                f"{{call}}: `save={keep}` needs parts whose steps are a multiple of {keep}, but `chunk` is {source.chunk}.",
                 f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
             )
     return keeps

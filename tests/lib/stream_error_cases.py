@@ -1,0 +1,176 @@
+"""Cases of `test_errors.py` about streams: sources, parts, and checkpoints."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from error_cases import case
+
+import treescan
+from treescan import Checkpoint, Progress, stream, stream_parts
+
+XS = np.arange(12, dtype=np.float32)
+HOST = ("jit", "vmap", "grad")
+
+
+def step(total: Any, x: Any) -> Any:
+    return total + x, total
+
+
+def run(source: Any = XS, **options: Any) -> Any:
+    return stream(step, jnp.float32(0), source, **{"chunk": 5, **options})
+
+
+def ignore(source: Any) -> Any:
+    return stream(lambda total, x: (total, None), jnp.float32(0), source, chunk=5)
+
+
+def parts(*sizes: int, kind: Any = np.float32) -> Iterator[Any]:
+    return (np.zeros(size, kind) for size in sizes)
+
+
+@contextlib.contextmanager
+def in_a_new_folder() -> Iterator[None]:
+    before = os.getcwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+class Strange:
+    def __iter__(self) -> "Strange":
+        return self
+
+    def __next__(self) -> Any:
+        return np.zeros(5, np.float32)
+
+    def get_state(self) -> Any:
+        return {"rng": object}
+
+
+case(less=HOST)(
+    stream_without_steps=lambda one: run(XS[:0]),
+    stream_of_an_exhausted_iterator=lambda one: run(parts()),
+    stream_length_of_other_arrays=lambda one: run(length=13),
+    stream_function_without_length=lambda one: run(lambda start, n: XS[start : start + n]),
+    stream_without_source_and_length=lambda one: run(None),
+    stream_function_of_other_steps=lambda one: run(lambda start, n: XS[start:], length=12),
+    stream_ends_early=lambda one: run(parts(5, 5), length=12),
+    stream_part_too_long=lambda one: run(parts(8, 8)),
+    stream_part_empty=lambda one: run(parts(5, 0)),
+    stream_first_part_too_short=lambda one: run(parts(4, 4)),
+    stream_part_too_short=lambda one: run(parts(5, 4, 5)),
+    stream_part_of_another_dtype=lambda one: run(np.zeros(5, kind) for kind in (np.float32, np.float16)),
+    stream_part_of_another_structure=lambda one: ignore({name: np.zeros(5)} for name in "ab"),
+    stream_part_in_another_container=lambda one: ignore(kind([np.zeros(5)]) for kind in (list, tuple)),
+    stream_iterator_in_reverse=lambda one: run(parts(5, 5), reverse=True),
+    stream_list_of_parts=lambda one: run([np.zeros(5), np.zeros(3)]),
+    stream_of_texts=lambda one: run({"x": "texts"}),
+    stream_of_nothing=lambda one: run({}),
+    stream_of_numbers=lambda one: run({"x": 1.0}),
+    stream_of_padded=lambda one: run(treescan.pad([XS, XS[:3]])),
+    stream_of_packed=lambda one: run(treescan.pack([XS, XS[:3]], rows=2)),
+    stream_lengths_beyond_the_source=lambda one: run(parts(5, 2), lengths=9),
+    stream_chunk_zero=lambda one: run(chunk=0),
+    stream_prefetch_negative=lambda one: run(prefetch=-1),
+    stream_donate_number=lambda one: run(donate=1),
+    stream_on_part_of_a_list=lambda one: run(on_part=[]),
+    stream_save_that_does_not_divide=lambda one: run(save=2),
+    stream_truncate=lambda one: run(truncate=2),
+    stream_in_axes=lambda one: run(in_axes=1),
+    stream_parts_on_part=lambda one: stream_parts(step, jnp.float32(0), XS, chunk=5, on_part=print),
+    stream_check_finite_backward=lambda one: run(check_finite="backward"),
+    stream_progress_updates=lambda one: run(progress=Progress(updates=3)),
+    stream_checkpoint_number=lambda one: run(checkpoint=3),
+    stream_checkpoint_every_zero=lambda one: run(checkpoint=Checkpoint("runs", every=0)),
+    stream_checkpoint_keep_zero=lambda one: run(checkpoint=Checkpoint("runs", keep=0)),
+)
+
+
+@case(less=HOST)
+def stream_carry_that_was_donated(one):
+    return next(stream_parts(step, jnp.float32(0), XS, chunk=5, donate=True)).carry
+
+
+@case(less=HOST)
+def stream_of_a_traced_init(one):
+    return jax.vmap(lambda one: stream(step, {"total": one}, XS, chunk=5))(one[None])
+
+
+@case(less=HOST)
+def stream_that_closes_over_a_traced_value(one):
+    return jax.grad(lambda one: stream(lambda total, x: (total + x * one, None), jnp.float32(0), XS, chunk=5)[0])(one)
+
+
+@case(less=("disable_jit", *HOST))
+def stream_under_jit(one):
+    return jax.jit(run)()
+
+
+def in_folder(**options: Any) -> Any:
+    return run(checkpoint="runs/1", **options)
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_of_another_run(one):
+    stream(step, jnp.float32(0), XS, chunk=5, checkpoint="runs/1")
+    return stream(step, jnp.zeros(3), XS, chunk=6, checkpoint="runs/1", lengths=np.array([1, 2, 3]))
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_of_two_runs(one):
+    first = stream_parts(step, jnp.float32(0), XS, chunk=5, checkpoint="runs/1")
+    next(first)
+    return in_folder()
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_in_a_file(one):
+    open("runs", "w").close()
+    return in_folder()
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_on_a_full_disk(one):
+    from orbax.checkpoint import CheckpointManager
+
+    save = CheckpointManager.save
+
+    def saved(self: Any, number: int, *args: Any, **options: Any) -> Any:
+        if number > 1:
+            raise OSError(28, "No space left on device")
+        return save(self, number, *args, **options)
+
+    with mock.patch.object(CheckpointManager, "save", saved):
+        return in_folder()
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_of_a_shorter_source(one):
+    def stop(part):
+        if part.start == 5:
+            raise ValueError
+
+    with contextlib.suppress(ValueError):
+        in_folder(source=parts(5, 5), on_part=stop)
+    return in_folder(source=parts(5))
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_of_a_strange_iterator(one):
+    return in_folder(source=Strange())
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_without_orbax(one):
+    with mock.patch("importlib.util.find_spec", lambda name: None):
+        return in_folder()

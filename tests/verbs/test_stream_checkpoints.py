@@ -1,0 +1,323 @@
+"""Checkpoints of `stream`: an interrupted run continues to the same bits, also if it was killed."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from treescan import Checkpoint, CheckpointError, mask_scan, scan, stream, stream_parts
+from treescan.carries import keys
+
+pytest.importorskip("orbax.checkpoint")
+
+T, B, F = 37, 3, 4
+RNG = np.random.default_rng(0)
+XS = RNG.normal(size=(T, F)).astype(np.float32)
+ROWS = RNG.normal(size=(T, B, F)).astype(np.float32)
+LENGTHS = np.array([37, 9, 0])
+KEY = jax.random.key(7)
+ROOT = Path(__file__).parents[2]
+
+
+class Halted(Exception):
+    pass
+
+
+def step(state: Any, x: Any, *, key: Any) -> Any:
+    h = jnp.tanh(0.9 * state["h"] + x + jax.random.normal(key, x.shape) * jax.random.uniform(state["own"]))
+    return {**state, "h": h, "n": state["n"] + 1}, {"h": h, "sum": h.sum(-1)}
+
+
+def init(*batch: int) -> Any:
+    return {"h": jnp.zeros((*batch, F)), "n": jnp.zeros(batch, jnp.int32), "own": keys(KEY), "name": "cell"}
+
+
+def interrupted(at: list[int], *args: Any, **options: Any) -> tuple[Any, Any, list[Any]]:
+    """Runs a stream that is halted at these parts, in turn, and starts again; gives its parts too, the last of each."""
+    found, halts = dict[int, Any](), list(at)
+
+    def on_part(part: Any) -> None:
+        if halts and part.start == halts[0]:
+            halts.pop(0)
+            raise Halted
+        found[part.start] = jax.device_get(part.ys)
+
+    while True:
+        try:
+            carry, last = stream(*args, on_part=on_part, **options)
+        except Halted:
+            continue
+        assert not halts
+        return carry, last, [found[start] for start in sorted(found)]
+
+
+def equal(one: Any, other: Any) -> None:
+    one, other = jax.tree.map(lambda leaf: None if isinstance(leaf, str) else leaf, (one, other))
+    chex.assert_trees_all_equal(one, other)
+    chex.assert_trees_all_equal_dtypes(one, other)
+
+
+@pytest.mark.parametrize("donate", [False, True])
+@pytest.mark.parametrize("every", [1, 3])
+def test_an_interrupted_run_is_the_unbroken_one(every: int, donate: bool, tmp_path: Path) -> None:
+    options = {"checkpoint": Checkpoint(tmp_path / "run", every=every), "donate": donate, "key": KEY, "chunk": 5}
+    carry, _, parts = interrupted([15, 15, 20], step, init(), XS, **options)
+    expected, ys = scan(step, init(), XS, key=KEY)
+    equal(carry, expected)
+    equal(jax.tree.map(lambda *leaves: np.concatenate(leaves), *parts), ys)
+
+
+def test_the_last_y_of_rows_is_saved(tmp_path: Path) -> None:
+    save = {"h": "last", "sum": None}
+    options: dict[str, Any] = {"lengths": LENGTHS, "key": KEY, "save": save}
+    expected = mask_scan(step, init(B), ROWS, **options)
+    options |= {"checkpoint": tmp_path, "chunk": 16}
+    carry, last, _ = interrupted([16, 32], step, init(B), ROWS, **options)
+    equal((carry, last), expected)
+    equal(stream(step, init(B), ROWS, **options), expected)  # it is finished: only read
+
+
+def test_parts_after_the_last_checkpoint_are_given_again(tmp_path: Path) -> None:
+    checkpoint, starts = Checkpoint(str(tmp_path), every=2), list[int]()
+
+    def run() -> None:
+        for part in stream_parts(step, init(), XS, key=KEY, chunk=5, checkpoint=checkpoint):
+            starts.append(part.start)
+            if starts in ([0, 5, 10], [0, 5, 10, 10]):
+                return
+
+    for _ in range(4):
+        run()
+    assert starts == [0, 5, 10, 10, *range(10, 37, 5)]
+
+
+def test_a_finished_run_returns_its_result_at_once(tmp_path: Path) -> None:
+    def read(start: int, n: int) -> Any:
+        assert not finished
+        return XS[start : start + n]
+
+    finished = False
+    options: dict[str, Any] = {"chunk": 5, "length": T, "key": KEY, "checkpoint": tmp_path}
+    first = stream(step, init(), read, **options)
+    finished = True
+    equal(stream(step, init(), read, **options), first)
+    assert list(stream_parts(step, init(), read, **options)) == []
+
+
+class Resumable:
+    def __init__(self, state: Any = int) -> None:
+        self.at, self.reads, self.state = 0, 0, state
+
+    def __iter__(self) -> "Resumable":
+        return self
+
+    def __next__(self) -> Any:
+        if self.at >= T:
+            raise StopIteration
+        self.at, self.reads = self.at + 5, self.reads + 1
+        return XS[self.at - 5 : self.at]
+
+    def get_state(self) -> Any:
+        return self.state(self.at) if self.state is int else str(self.at).encode()
+
+    def set_state(self, state: Any) -> None:
+        self.at = int(state)
+
+
+@pytest.mark.parametrize("kind", [int, bytes, None])
+def test_iterators_continue_or_are_read_again(kind: Any, tmp_path: Path) -> None:
+    made = list[Resumable]()
+    starts = list[int]()
+
+    def source() -> Any:
+        made.append(Resumable(kind))
+        return made[-1] if kind else map(np.asarray, made[-1])
+
+    def on_part(part: Any) -> None:
+        starts.append(part.start)
+        if starts.count(20) == 1 and part.start == 20:
+            raise Halted
+
+    options: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, every=3), "prefetch": 2}
+    with pytest.raises(Halted):
+        stream(step, init(), source(), on_part=on_part, **options)
+    found = stream(step, init(), source(), on_part=on_part, **options)
+    equal(found[0], scan(step, init(), XS, key=KEY)[0])
+    assert starts == [0, 5, 10, 15, 20, 15, 20, 25, 30, 35]
+    assert made[1].reads == (5 if kind else 8)
+    equal(stream(step, init(), source(), on_part=on_part, **options), found)
+    assert made[2].reads == 0
+
+
+def test_an_iterator_of_grain(tmp_path: Path) -> None:
+    grain = pytest.importorskip("grain")
+
+    def source() -> Any:
+        parts = grain.MapDataset.range(T).map(lambda i: XS[i]).to_iter_dataset().batch(5, drop_remainder=False)
+        return iter(parts)
+
+    halted = list[int]()
+
+    def on_part(part: Any) -> None:
+        if part.start == 20 and not halted:
+            halted.append(20)
+            raise Halted
+
+    options: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": tmp_path, "on_part": on_part}
+    with pytest.raises(Halted):
+        stream(step, init(), source(), **options)
+    equal(stream(step, init(), source(), **options)[0], scan(step, init(), XS, key=KEY)[0])
+
+
+def test_weak_types_and_other_dtypes_come_back(tmp_path: Path) -> None:
+    def body(carry: Any, x: Any) -> Any:
+        weak, half, flag, number = carry
+        y = half * weak
+        return (weak + 1, half + x[0].astype(jnp.bfloat16), ~flag, number + x[0].astype(jnp.bfloat16)), y
+
+    start = (1.0, jnp.zeros((), jnp.bfloat16), jnp.array(True), 0.0)
+    carry, _, parts = interrupted([15], body, start, XS, chunk=5, checkpoint=tmp_path)
+    expected, ys = scan(body, start, XS)
+    equal((carry, np.concatenate(parts)), (expected, ys))
+
+
+def test_another_program_is_refused(tmp_path: Path) -> None:
+    def body(h: Any, x: Any) -> Any:
+        return h + x.sum(), h
+
+    run = {"chunk": 5, "checkpoint": tmp_path}
+    stream(body, jnp.float32(0), XS, **run)
+    for change in ({"chunk": 6}, {"reverse": True}, {"save": 5}, {"key": KEY}, {"lengths": 30}, {"source": XS[:35]}):
+        function: Any = (lambda h, x, *, key: body(h, x)) if "key" in change else body
+        with pytest.raises(CheckpointError, match="are those of another run"):
+            stream(function, jnp.float32(0), **{"source": XS, **run, **change})
+    for other in (jnp.zeros(3), jnp.int32(0), {"h": jnp.float32(0)}):
+        with pytest.raises(CheckpointError, match=r"float32\[\]"):
+            stream(body, other, XS, **run)
+
+
+def test_two_runs_in_one_folder(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"chunk": 5, "checkpoint": tmp_path, "key": KEY}
+    parts = stream_parts(step, init(), XS, **run)
+    next(parts)
+    with pytest.raises(CheckpointError, match="another run writes"):
+        stream(step, init(), XS, **run)
+    parts.close()
+    stream(step, init(), XS, **run)
+
+
+def test_what_is_half_written_is_not_used(tmp_path: Path) -> None:
+    run: dict[str, Any] = {"chunk": 5, "checkpoint": Checkpoint(tmp_path, keep=9), "key": KEY}
+    with pytest.raises(Halted):
+        stream(step, init(), XS, on_part=lambda part: halt(part.start == 20), **run)
+    (saved,) = [each for each in tmp_path.iterdir() if each.name == "4"]
+    os.rename(saved, tmp_path / "4.orbax-checkpoint-tmp-1")  # as orbax leaves it until all is written
+    starts = list[int]()
+    found = stream(step, init(), XS, on_part=lambda part: starts.append(part.start), **run)
+    assert starts[0] == 15
+    equal(found[0], scan(step, init(), XS, key=KEY)[0])
+
+
+def halt(now: bool) -> None:
+    if now:
+        raise Halted
+
+
+def test_what_on_part_raises_says_what_is_kept(tmp_path: Path) -> None:
+    with pytest.raises(Halted) as caught:
+        stream(step, init(), XS, chunk=5, key=KEY, checkpoint=tmp_path, on_part=lambda part: halt(part.start == 10))
+    assert caught.value.__notes__[1] == f"`{tmp_path}` has a checkpoint after 10 steps: the same call continues there."
+
+
+def test_only_so_many_are_kept(tmp_path: Path) -> None:
+    stream(step, init(), XS, chunk=5, key=KEY, checkpoint=Checkpoint(tmp_path, every=2, keep=3))
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name.isdigit()) == ["4", "6", "9"]
+
+
+PROGRAM = """
+import json, resource, sys, time
+import jax, jax.numpy as jnp, numpy as np, treescan
+folder, chunk, limit = sys.argv[1], 5, int(sys.argv[2])
+xs = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+
+def step(h, x, *, key):
+    h = jnp.tanh(0.9 * h + x + jax.random.normal(key, (4,)))
+    return h, h
+
+def on_part(part):
+    if limit and part.start == 50:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    np.save(f"{folder}/ys-{part.start}.npy", part.ys)
+    print(part.start, flush=True)
+    time.sleep(0.005)
+
+h, _ = treescan.stream(
+    step, jnp.zeros(4), xs, chunk=chunk, key=jax.random.key(1), on_part=on_part, checkpoint=f"{folder}/checkpoints"
+)
+np.save(f"{folder}/h.npy", h)
+"""
+
+
+def started(folder: Path, limit: int = 0) -> "subprocess.Popen[str]":
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-c", PROGRAM, str(folder), str(limit)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def results(folder: Path) -> tuple[Any, Any]:
+    return np.load(folder / "h.npy"), np.concatenate([np.load(folder / f"ys-{i}.npy") for i in range(0, 200, 5)])
+
+
+def unbroken() -> tuple[Any, Any]:
+    def cell(h: Any, x: Any, *, key: Any) -> Any:
+        h = jnp.tanh(0.9 * h + x + jax.random.normal(key, (4,)))
+        return h, h
+
+    xs = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
+    return scan(cell, jnp.zeros(4), xs, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_is_the_unbroken_one(kills: int, tmp_path: Path) -> None:
+    random.seed(kills)
+    left, moments = kills, list[str]()
+    while True:
+        process = started(tmp_path)
+        assert process.stdout is not None
+        wait = random.randint(1, max(1, 36 // kills)) if left else None
+        while line := process.stdout.readline():
+            wait = None if wait is None else wait - 1
+            if wait == 0:
+                time.sleep(random.uniform(0, 0.02))
+                process.kill()
+                moments.append(line.strip())
+                left -= 1
+                break
+        error = process.communicate()[1]
+        if process.returncode == 0:
+            break
+        assert process.returncode == -signal.SIGKILL, error
+    assert len(moments) == kills, "it ended before it was killed as often"
+    equal(results(tmp_path), unbroken())
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    process = started(tmp_path, limit=300)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "treescan.CheckpointError" in error
+    assert "could not be written: File too large" in " ".join(error.split())
+    process = started(tmp_path)  # there is room again
+    assert process.communicate(timeout=120) and process.returncode == 0
+    equal(results(tmp_path), unbroken())
