@@ -94,7 +94,7 @@ def train_alone(data: Data) -> Any:
             total += (last**2).mean() / B + (ys**2).sum() / data.lengths.sum()
         return total
 
-    return descend(jax.value_and_grad(loss), jnp.asarray(data.w))
+    return descend(jax.jit(jax.value_and_grad(loss)), jnp.asarray(data.w))
 
 
 def layers(at: Place, data: Data, **options: Any) -> Any:
@@ -162,11 +162,52 @@ def until_alone(data: Data) -> Any:
     return [value, data.stops.astype(np.int32), gradient]
 
 
+def stream(at: Place, data: Data) -> Any:
+    """A source of which each process reads its own rows, to the bits of one scan; with keys, and a last part padded."""
+    h, starts = at.put(data.h, "d"), list[int]()
+
+    def step(h: Any, x: Any, key: Any) -> Any:
+        h = cell(data.w, h, x) + 0.1 * jax.random.normal(key)
+        return h, h.sum(-1)
+
+    def source(start: int, n: int) -> Any:
+        return at.put(data.padded[start : start + n], None, "d")
+
+    def on_part(part: Any) -> None:
+        starts.append(part.start)
+        for mine, same in zip(part.ys.addressable_shards, ys.addressable_shards, strict=True):
+            assert mine.data.shape[1] == B // jax.device_count()
+            np.testing.assert_array_equal(mine.data, same.data[part.start : part.start + part.length])
+
+    options: Any = {"lengths": at.put(data.lengths, "d"), "key": jax.random.key(0)}
+    once, ys = treescan.mask_scan(step, h, source(0, T), **options)
+    again, _ = treescan.stream(step, h, source, chunk=16, length=T, on_part=on_part, **options)
+    carry, last = treescan.stream(step, h, source, chunk=16, length=T, save="last", **options)
+    assert starts == [0, 16, 32]
+    assert whole(again) == whole(carry) == whole(once)
+    return [carry, last]
+
+
+def stream_alone(data: Data) -> Any:
+    def step(h: Any, number_x: Any) -> Any:
+        number, x = number_x
+        h = cell(data.w, h, x) + 0.1 * jax.random.normal(jax.random.fold_in(jax.random.key(0), number))
+        return h, h.sum()
+
+    carries, ys = [], []
+    for row, length in enumerate(data.lengths):
+        carry, sums = jax.lax.scan(step, data.h[row], (jnp.arange(length), data.x[:length, row]))
+        carries.append(carry)
+        ys.append(sums[-1] if length else 0.0)
+    return [jnp.stack(carries), jnp.stack(ys)]
+
+
 CASES: dict[str, tuple[Callable[[Place, Data], Any], Callable[[Data], Any]]] = {
     "train": (train, train_alone),
     "layers": (layers, layers_alone),
     "layers ahead": (layers_ahead, layers_alone),
     "until": (until, until_alone),
+    "stream": (stream, stream_alone),
 }
 """What the processes run together, and what one runs alone."""
 

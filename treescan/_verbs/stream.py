@@ -8,6 +8,7 @@ from typing import Any, Literal, Unpack, overload
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from .._avals import Array, ArrayLike, PyTree
 from .._body.call import takes_keyword
@@ -380,6 +381,13 @@ def _run_of(
 
 
 _NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
+
+
+def _gathered(lengths: Any) -> Any:
+    """Lengths of which each process has some, as each of them needs them: those of all rows."""
+    if isinstance(lengths, jax.Array) and not (lengths.is_fully_addressable or lengths.is_fully_replicated):
+        return multihost_utils.process_allgather(lengths, tiled=True)
+    return lengths
 
 
 def _check_save(save: Save, source: Source) -> Prefix | None:

@@ -1,0 +1,58 @@
+"""One of several processes is killed: the others hear of it, none waits forever, and the rest go on from a checkpoint."""
+
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import process_killed
+import pytest
+from process_killed import CHUNK, HEARTBEAT, INIT, XS, T, step
+from processes import Processes, printed_by_each, started
+
+PROGRAM = process_killed.__file__
+STARTS, HEARS, ENDS = 200, 30, HEARTBEAT + 30
+"""Limits in seconds, for a busy machine: to start, to hear of the other's end, and to have ended."""
+
+
+def starts_of(lines: list[str]) -> list[int]:
+    return [int(line.split()[1]) for line in lines if line.startswith("part")]
+
+
+def assert_went_on(folder: Path, count: int, at_least: int) -> None:
+    """The rest runs the same program from where the checkpoint is, to the numbers of an unbroken run."""
+    h, _ = jax.lax.scan(step, INIT, XS)
+    expected = float(np.abs(h).sum()), float((np.asarray(h) ** 3).sum())
+    for lines in printed_by_each(PROGRAM, folder, 0, count=count, seconds=STARTS):
+        starts = starts_of(lines)
+        assert starts == list(range(starts[0], T, CHUNK)) and starts[0] >= at_least
+        (ends,) = [line.split()[1:] for line in lines if line.startswith("ends")]
+        np.testing.assert_allclose(np.array(ends, float), expected, rtol=1e-4, atol=1e-4)
+
+
+def kill(processes: Processes, victim: int) -> None:
+    for number in range(len(processes.running)):
+        processes.wait_until(number, f"part {4 * CHUNK}", STARTS)  # by now, there is a checkpoint
+    processes.running[victim].kill()
+
+
+def test_the_other_raises_at_once_and_goes_on_alone(tmp_path: Path) -> None:
+    with started(PROGRAM, tmp_path, 0.2) as processes:
+        kill(processes, 1)
+        processes.wait_until(0, "raised", HEARS)
+    assert_went_on(tmp_path, count=1, at_least=2 * CHUNK)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+def test_the_others_end_within_the_heartbeat(count: int, victim: int, tmp_path: Path) -> None:
+    with started(PROGRAM, tmp_path, 0.2, count=count) as processes:
+        kill(processes, victim)
+        began = time.monotonic()
+        others = [number for number in range(count) if number != victim]
+        for number in others:
+            assert processes.ended(number, began + ENDS - time.monotonic()) != 0
+            said = "\n".join(processes.lines(number))
+            assert "raised" in said or "JAX distributed service detected fatal errors" in said
+        print(f"{count} processes, number {victim} killed: all ended after {time.monotonic() - began:.1f} s")
+    assert_went_on(tmp_path, count=count - 1, at_least=2 * CHUNK)
