@@ -1,4 +1,4 @@
-"""What `test_process_killed.py` runs in each of several processes: a long stream with checkpoints, until one is killed."""
+"""What `test_process_killed.py` runs in several processes: a long stream with checkpoints, until one is killed."""
 
 import time
 from typing import Any

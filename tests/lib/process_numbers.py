@@ -79,7 +79,7 @@ def train(at: Place, data: Data) -> Any:
     def value_and_gradient(w: Any, h: Any, xs: Any, lengths: Any) -> Any:
         def loss(w: Any) -> Any:
             last, ys = treescan.mask_scan(lambda h, x: (cell(w, h, x),) * 2, h, xs, lengths=lengths)
-            return (last**2).mean() + (ys**2).sum() / lengths.sum()
+            return (last**2).mean() + (ys**2).sum() / lengths.sum().astype(ys.dtype).astype(ys.dtype)
 
         return jax.value_and_grad(loss)(w)
 
@@ -91,7 +91,7 @@ def train_alone(data: Data) -> Any:
         total = jnp.zeros(())
         for row, length in enumerate(data.lengths):
             last, ys = jax.lax.scan(lambda h, x: (cell(w, h, x),) * 2, data.h[row], data.x[:length, row])
-            total += (last**2).mean() / B + (ys**2).sum() / data.lengths.sum()
+            total += (last**2).mean() / B + (ys**2).sum() / float(data.lengths.sum())
         return total
 
     return descend(jax.jit(jax.value_and_grad(loss)), jnp.asarray(data.w))

@@ -1,4 +1,4 @@
-"""One of several processes is killed: the others hear of it, none waits forever, and the rest go on from a checkpoint."""
+"""One of several processes is killed: the others hear of it, none waits forever, and the rest go on."""
 
 import time
 from pathlib import Path
