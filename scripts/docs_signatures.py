@@ -18,6 +18,8 @@ VERBS = {
     "fori.fori": None,
     "while_scan.while_scan": "X | None",
     "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
+    "stream.stream": None,
+    "stream.stream_parts": None,
     "layers.scan_layers": "X | None",
     "layers.fold_layers": "X | None",
 }

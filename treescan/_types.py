@@ -270,6 +270,7 @@ class StreamOptions(IndexOptions, total=False):
     chunk: Required[int]
     length: int | None
     lengths: ArrayLike | None
+    remainder: Literal["run", "mask"]
     checkpoint: Any
     prefetch: int
     progress: ProgressLike

@@ -79,7 +79,7 @@ def train(at: Place, data: Data) -> Any:
     def value_and_gradient(w: Any, h: Any, xs: Any, lengths: Any) -> Any:
         def loss(w: Any) -> Any:
             last, ys = treescan.mask_scan(lambda h, x: (cell(w, h, x),) * 2, h, xs, lengths=lengths)
-            return (last**2).mean() + (ys**2).sum() / lengths.sum().astype(ys.dtype).astype(ys.dtype)
+            return (last**2).mean() + (ys**2).sum() / lengths.sum().astype(ys.dtype)
 
         return jax.value_and_grad(loss)(w)
 

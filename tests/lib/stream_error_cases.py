@@ -82,6 +82,7 @@ case(less=HOST)(
     stream_lengths_beyond_the_source=lambda one: run(parts(5, 2), lengths=9),
     stream_chunk_zero=lambda one: run(chunk=0),
     stream_prefetch_negative=lambda one: run(prefetch=-1),
+    stream_remainder_of_a_number=lambda one: run(remainder=5),
     stream_donate_number=lambda one: run(donate=1),
     stream_on_part_of_a_list=lambda one: run(on_part=[]),
     stream_save_that_does_not_divide=lambda one: run(save=2),

@@ -192,7 +192,8 @@ class Folder:
         with contextlib.suppress(Exception):
             self._manager.wait_until_finished()
         with contextlib.suppress(Exception):
-            there += self._manager.all_steps(read=True)
+            self._manager.reload()
+            there += self._manager.all_steps()
         after = self._steps.get(max(there, default=-1))
         if after is None:
             return "There is no checkpoint yet."

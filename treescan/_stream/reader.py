@@ -31,7 +31,8 @@ class Reader:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if prefetch:
-            settings = jax.config.jax_default_device, jax.config.jax_enable_x64  # they belong to a thread
+            config: Any = jax.config  # settings belong to a thread
+            settings = config.jax_default_device, config.jax_enable_x64
             self._thread = threading.Thread(target=self._work, args=settings, name="treescan.stream", daemon=True)
             self._thread.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from .._tree import Prefix, freeze_static, map_leaves, thaw_static
 from ..carries._registry import adopt
 from .part import Part
 from .reader import Reader
-from .sources import Read, Source
+from .sources import Read, Source, padded
 
 if TYPE_CHECKING:
     from .bar import Bar
@@ -56,7 +56,7 @@ class Run:
     """A stream that has not run yet.
 
     Attributes:
-        call: runs a part: from (carry, xs, position of its first step, lengths) to (carry, ys).
+        call: runs a part: from (carry, xs, its steps, the position of the first, lengths) to (carry, ys).
         init: the carry that the first step is given.
         source: what is read.
         lengths: int32[*batch], of the rows; NO_LIMIT for a loop without rows that is masked. None: nothing is.
@@ -67,7 +67,7 @@ class Run:
         folder: the checkpoints; None: there are none.
     """
 
-    call: Callable[[PyTree, PyTree, int, Any], tuple[PyTree, PyTree]]
+    call: Callable[[PyTree, PyTree, int, int, Any], tuple[PyTree, PyTree]]
     init: PyTree
     source: Source
     lengths: Any
@@ -88,10 +88,13 @@ class Run:
                     done, steps, state = saved.done, saved.steps, saved.source
                     if saved.finished:
                         return carry, self._result(self._types_of_ys(), last)
-            reader = Reader(self.source.read(done, state, self._is_due), self.prefetch)
+            reads = self.source.read(done, state, self._is_due)
+            if self.lengths is not None:
+                reads = (padded(read, self.source.chunk) for read in reads)
+            reader = Reader(reads, self.prefetch)
             stack.callback(reader.close)
             show = self.bar and stack.enter_context(self.bar.shown(steps, self.source.length))
-            parts, ran = iter(reader), None
+            parts, ran = iter(reader), cast("_Ran | None", None)
             read = next(parts, None)
             if read is None:
                 raise _no_steps(steps)
@@ -140,8 +143,10 @@ class Run:
         return _dressed(init, jax.tree.unflatten(structure, leaves))
 
     def _call(self, carry: PyTree, read: Read) -> tuple[PyTree, PyTree]:
-        lengths = None if self.lengths is None else np.minimum(self.lengths, read.start + read.steps)
-        return self.call(carry, read.xs, read.start, lengths)
+        if self.lengths is None:
+            return self.call(carry, read.xs, read.steps, read.start, None)
+        lengths = np.minimum(self.lengths, read.start + read.steps)
+        return self.call(carry, read.xs, self.source.chunk, read.start, lengths)
 
     def _run(self, carry: PyTree, last: list[Any], read: Read) -> _Ran:
         """Sends a part to the device, and cuts its padding off its ys."""
@@ -153,7 +158,7 @@ class Run:
         for i, keep in enumerate(keeps):
             if keep == LAST:
                 leaves[i] = self._last(leaves[i], next(earlier, None), read)
-            elif read.steps < self.source.chunk:
+            elif self.lengths is not None and read.steps < self.source.chunk:
                 leaves[i] = leaves[i][: read.steps // keep]
         last = [leaf for leaf, keep in zip(leaves, keeps, strict=True) if keep == LAST]
         shown = {} if self.bar is None else self.bar.values(carry)
@@ -205,6 +210,7 @@ class Run:
         read = next(self.source.read(0, None, lambda number: False), None)
         if read is None:
             raise _no_steps(0)
+        read = read if self.lengths is None else padded(read, self.source.chunk)
         return jax.eval_shape(lambda: self._call(self.init, read)[1])
 
     def _result(self, ys: PyTree, last: list[Any]) -> PyTree:

@@ -1,7 +1,7 @@
 """What a stream reads: arrays that are sliced, a function of (start, n), or an iterator over parts.
 
-A part that was read is checked against the first one, and padded to `chunk` steps. NumPy arrays are always copied: on a
-CPU, `jax.device_put` shares their memory, and an iterator may fill the same array again.
+A part that was read is checked against the first one. NumPy arrays are always copied: on a CPU, `jax.device_put` shares
+their memory, and an iterator may fill the same array again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import PyTree, describe_leaf, describe_node, is_key, is_weak, type_of
-from .._checks.arguments import no_axis
 from .._data.batch import Packed, Padded
 from .._errors import Fault, Misuse, Row, TypeMisuse
 from .._tree import leaves_with_path
@@ -32,7 +31,7 @@ class Read(NamedTuple):
         start: the position of its first step.
         steps: how many steps it has.
         done: how many steps of the run are done after it.
-        xs: its xs, padded to a whole part.
+        xs: its xs.
         state: the state of the source after it, as a text; None: it was not asked for, or the source has none.
     """
 
@@ -121,9 +120,8 @@ def _is_array(leaf: Any) -> bool:
 
 @dataclass
 class _Checked:
-    """Checks parts against the first one, and pads them."""
+    """Checks parts against the first one."""
 
-    chunk: int
     structure: Any = None
     types: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -135,7 +133,7 @@ class _Checked:
             self.structure, self.types = structure, types
         if structure != self.structure or types != self.types:
             raise self._other(start, types)
-        return Read(number, start, steps, start + steps, jax.tree.map(lambda leaf: _padded(leaf, self.chunk), part))
+        return Read(number, start, steps, start + steps, part)
 
     def _other(self, start: int, types: dict[str, str]) -> Fault:
         none = "(missing)"
@@ -168,7 +166,7 @@ class _Sliced:
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones."""
-        checked, starts = _Checked(self.chunk), range(0, self.length, self.chunk)
+        checked, starts = _Checked(), range(0, self.length, self.chunk)
         for number, start in list(enumerate(starts[::-1] if self.reverse else starts))[done:]:
             steps = min(self.chunk, self.length - start)
             with _noted(start):
@@ -193,7 +191,7 @@ class _InOrder:
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones. Without a state these are read too."""
-        checked, number, start = _Checked(self.chunk), 0, 0
+        checked, number, start = _Checked(), 0, 0
         if state is not None:
             cast(Any, self.parts).set_state(_from_text(state))
             number, start = done, done * self.chunk
@@ -218,7 +216,7 @@ class _InOrder:
 
     def _steps(self, number: int, start: int, there: int) -> int:
         """How many steps of a part are run, which has so many; those beyond `length` are not."""
-        left = there if self.length is None else self.length - start
+        left = self.chunk if self.length is None else self.length - start
         says = f"{{call}}: the part at step {start} has {there} steps, but `chunk` is {self.chunk}"
         if there > self.chunk or there == 0:
             raise Misuse(
@@ -226,7 +224,7 @@ class _InOrder:
                 f"Pass `chunk={there}`, if all parts have as many." if there else "Leave empty parts out.",
                 "Parts of an iterator are neither cut nor joined, because its state is only known between two parts.",
             )
-        if there < min(self.chunk, left + (self.length is None)) and self._next(start + there) is not _END:
+        if there < min(self.chunk, left) and self._next(start + there) is not _END:
             raise Misuse(
                 f"{says}, and it is not the last one.",
                 f"Pass `chunk={there}`, if all parts have as many."
@@ -280,8 +278,12 @@ def steps_of(tree: PyTree, root: str) -> int:
             f"{{call}}: {path} is {describe_node(leaf)}, but must be an array.",
             "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n).",
         )
-    if any(not getattr(leaf, "shape", ()) for _, leaf in leaves):
-        raise no_axis(tree, root)
+    if not all(_has_axis(leaf) for _, leaf in leaves):
+        raise Misuse(
+            f"{{call}}: `{root}` has leaves without an axis of steps.",
+            "The first axis of every leaf is the steps.",
+            rows=[Row(path, "an axis of steps", describe_node(leaf)) for path, leaf in leaves if not _has_axis(leaf)],
+        )
     sizes = {leaf.shape[0] for _, leaf in leaves}
     if not sizes:
         raise Misuse("{call}: `source` holds no arrays.", "Pass None, and `length`, for a loop without inputs.")
@@ -295,19 +297,25 @@ def steps_of(tree: PyTree, root: str) -> int:
     return int(sizes.pop())
 
 
+def _has_axis(leaf: Any) -> bool:
+    return bool(getattr(leaf, "shape", ()))
+
+
 def _slice(leaf: Any, start: int, steps: int) -> Any:
     """Some steps of a leaf, read now: a copy, unless JAX holds it."""
     if isinstance(leaf, jax.Array):
-        if is_key(leaf) or is_weak(leaf) or len(leaf.devices()) > 1 or leaf.device.platform != "cpu":
+        if is_key(leaf) or is_weak(leaf) or len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu":
             return jax.lax.dynamic_slice_in_dim(leaf, start, steps)
         leaf = np.asarray(leaf)
     return np.array(leaf[start : start + steps])
 
 
-def _padded(leaf: Any, chunk: int) -> Any:
-    """A leaf with as many steps as a whole part. The last one is repeated; no step reads it."""
-    missing = chunk - leaf.shape[0]
-    if not missing:
-        return leaf
-    library: Any = jnp if isinstance(leaf, jax.Array) else np
-    return library.concatenate([leaf, library.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))])
+def padded(read: Read, chunk: int) -> Read:
+    """A part with as many steps as a whole one. The last step is repeated, and not read."""
+    missing = chunk - read.steps
+
+    def pad(leaf: Any) -> Any:
+        library: Any = jnp if isinstance(leaf, jax.Array) else np
+        return library.concatenate([leaf, library.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))])
+
+    return read._replace(xs=jax.tree.map(pad, read.xs)) if missing else read

@@ -60,6 +60,11 @@ def is_cheap(hoisted: Hoisted) -> bool:
     return count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
 
 
+def saves_steps(loop: Loop) -> bool:
+    """Whether the gradient of a traced loop had better save each step: no product pays, and nothing to recompute."""
+    return not (products_pay(loop) or (is_large(loop.trace) and is_cheap(loop.trace)))
+
+
 def _least_segment(length: int) -> int:
     """The steps of the chunks that are recomputed. If possible they divide the loop: a remainder is compiled apart."""
     least = min(CHUNK, length // LEAST_CHUNKS)

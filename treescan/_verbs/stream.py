@@ -137,6 +137,7 @@ def stream(
     chunk: int,
     length: int | None = None,
     lengths: ArrayLike | None = None,
+    remainder: Literal["run", "mask"] = "run",
     key: Array | None = None,
     save: Save = "all",
     reverse: bool = False,
@@ -162,9 +163,12 @@ def stream(
         source: what is scanned over: arrays `[T, ...]` in memory of the host, for example a `np.memmap`, or a tree of
             them; a function of (start, n) that returns the n steps from `start` on, with `length`; an iterator over
             parts of `chunk` steps, of which the last may be shorter; or None, with `length`.
-        chunk: the number of steps of a part. The last part is padded and masked if it has fewer.
+        chunk: the number of steps of a part. The last part may have fewer.
         length: the number of steps T. An iterator is read no further; without it, to its end.
         lengths: int[*batch], as for `treescan.mask_scan`, over the whole run. The outputs of padded steps are 0.
+        remainder: "run" runs a last part of fewer steps as a program of its own, whose bits are those of one scan.
+            "mask" pads it: one program is compiled, whose steps are masked in all parts, so that it may round in
+            another way. With `lengths`, or for a body that takes `valid`, it is always padded.
         key: a PRNG key, as for `treescan.scan`. Positions count over the whole run.
         save: which outputs to keep, as for `treescan.scan`. A number must divide `chunk`.
         reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
@@ -217,7 +221,19 @@ def stream(
         donate = on_part is None if donate is None else donate
         options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
         run = _run_of(
-            f, init, source, chunk, length, lengths, checkpoint, prefetch, donate, progress, check_finite, options
+            f,
+            init,
+            source,
+            chunk,
+            length,
+            lengths,
+            remainder,
+            checkpoint,
+            prefetch,
+            donate,
+            progress,
+            check_finite,
+            options,
         )
         with contextlib.closing(run.parts()) as parts:
             while True:
@@ -335,6 +351,7 @@ def _run_of(
     chunk: int,
     length: int | None = None,
     lengths: ArrayLike | None = None,
+    remainder: Literal["run", "mask"] = "run",
     checkpoint: Any = None,
     prefetch: int = 1,
     donate: bool = False,
@@ -354,32 +371,37 @@ def _run_of(
     keeps = _check_save(options.get("save", "all"), parts)
     expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_COTANGENTS)
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
+    expect(remainder in ("run", "mask"), "remainder", '"run" or "mask"', remainder, _REMAINDERS)
     prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
+    given: Any = None
     if lengths is not None:
-        given = np.asarray(check_lengths(_gathered(lengths), parts.length)).astype(np.int32)
-    else:
-        plain = parts.length is not None and parts.length % parts.chunk == 0 and not takes_keyword(body, "valid")
-        given = None if plain else np.asarray(NO_LIMIT, np.int32)
+        lengths = _gathered(lengths)
+        given = np.asarray(check_lengths(lengths, parts.length)).astype(np.int32)
+    elif takes_keyword(body, "valid") or (remainder == "mask" and (parts.length is None or parts.length % parts.chunk)):
+        given = np.asarray(NO_LIMIT, np.int32)
 
-    def call(carry: PyTree, xs: PyTree, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
+    def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
         part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
-        carry, ys = run_scan(STREAM, alive, carry, xs, parts.chunk, check_finite=check_finite, **part, **options)
+        carry, ys = run_scan(STREAM, alive, carry, xs, steps, check_finite=check_finite, **part, **options)
         return carry, ys
 
     bar = folder = None
     if progress is not None and progress is not False:
         from .._stream.bar import bar_of
 
-        bar = bar_of(progress, body)
+        bar = bar_of(progress, alive)
     if checkpoint is not None:
         from .._stream.checkpoint import folder_of
 
         asked = {"reverse": False, "key": None, "save": "all"}
         asked |= {name: options[name] for name in asked.keys() & options.keys()}
-        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=lengths, **asked)
+        folder = folder_of(
+            checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=lengths, masked=given is not None, **asked
+        )
     return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
 
 
+_REMAINDERS = "The last part, if it has fewer steps, is run as a program of its own, or padded and masked."
 _NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
 
 
@@ -396,7 +418,7 @@ def _check_save(save: Save, source: Source) -> Prefix | None:
     for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
         if keep and source.chunk % keep:
             raise Misuse(
-                f"{{call}}: `save={keep}` needs parts whose steps are a multiple of {keep}, but `chunk` is {source.chunk}.",
+                f"{{call}}: `save={keep}` needs a `chunk` that is a multiple of {keep}, got {source.chunk}.",
                 f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
             )
     return keeps

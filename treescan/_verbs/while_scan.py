@@ -11,7 +11,7 @@ import jax
 
 from .._avals import Array, LeafAxes, PyTree
 from .._body.signature import WHILE_SCAN
-from .._checks.arguments import check_length, check_options, check_positional, infer_length, rows_of_steps, with_axes
+from .._checks.arguments import check_length, check_options, check_positional, infer_length, rows_of_steps
 from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, Misuse, explain, in_own_words, verb
 from .._loop.loop import Body
@@ -19,7 +19,6 @@ from .._reprs import short_html, short_repr
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.rows.fill import HOLD, KeepRows, check_fill
 from .._transforms.rows.mask import Mask
-from .._tree import leaves_with_path
 from .._types import (
     Axes,
     Carry,
@@ -253,7 +252,8 @@ def while_scan(
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:
     """The most steps to take: what is given, which xs must have at least, else what xs have."""
     most = check_length(max_length, "max_length", _TRACED_MOST)
-    if not with_axes(leaves_with_path("xs", xs), axes):
+    scanned = axes or (0,) * len(jax.tree.leaves(xs))
+    if all(axis is None for axis in scanned):
         if most is None:
             raise Misuse(
                 "{verb} over {body}: the maximum number of steps is unknown. No `max_length` is given, and there "

@@ -32,8 +32,7 @@ from ..._trace.dependence import dependent
 from ..._trace.equations import needed, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
 from ..._tree import Part, merge, split
-from ..remat import is_cheap, is_large
-from ..weights.in_bulk import products_pay
+from ..remat import saves_steps
 from .leaves import Schedule, select_valid
 from .mask import GoodPair
 from .writing import Result, write_chunks
@@ -296,7 +295,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
     """
     schedule, fed = loop.xs.schedule, loop.xs._replace(schedule=None)
-    if products_pay(dataclasses.replace(loop, xs=fed)) or (is_large(loop.trace) and is_cheap(loop.trace)):
+    if not saves_steps(dataclasses.replace(loop, xs=fed)):
         raise Unproven("it is better to compute chunks again, or their products at once")
     given = loop.consts, loop.state, fed
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
