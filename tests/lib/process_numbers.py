@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from process_programs import Counter
 from processes import join
 
 import treescan
@@ -184,7 +185,10 @@ def stream(at: Place, data: Data) -> Any:
     keeps: Any = {"all": "all", "last": "last"}
     options: Any = {"lengths": at.put(data.lengths, "d"), "key": jax.random.key(0), "save": keeps}
     once, ys = treescan.mask_scan(step, h, source(0, T), **options)
+    Counter.bars.clear()
+    options["progress"] = treescan.Progress("rows", meter=Counter())
     carry, last = treescan.stream(step, h, source, chunk=16, length=T, on_part=on_part, **options)
+    assert Counter.bars == ([] if jax.process_index() else ["closed"])
     assert starts == [0, 16, 32] and whole(carry) == whole(once) and whole(last["last"]) == whole(ys["last"])
     return [carry, last["last"]]
 

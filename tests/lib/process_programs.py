@@ -32,6 +32,10 @@ def layers_of(h: Any, xs: Any, **options: Any) -> Any:
     return treescan.fold_layers([lambda layer, x: step(x, layer), scale], h, [xs, jnp.ones(T)], **options)
 
 
+def in_parts(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.stream(lambda h, x: (step(h, x), None), h, xs, chunk=2, **options)[0]
+
+
 def until(axis: int | None, h: Any, xs: Any, **options: Any) -> Any:
     return treescan.while_scan(lambda h: h.sum(axis) < 1e9, lambda h, x: (step(h, x), None), h, xs, **options).carry
 
@@ -54,8 +58,9 @@ FORWARD = {
     "until": functools.partial(until, None), "rows until": functools.partial(until, -1),
 }  # fmt: skip
 BACKWARD = {"fold": functools.partial(treescan.fold, walk), "rows": functools.partial(rows, walk)}
-FEW = [("Auto", "fold", True, "eager"), ("Auto", "rows", "backward", "jit of grad"), ("Explicit", "fold", True, "jit")]
+FEW = [("Auto", "fold", True, "eager"), ("Explicit", "fold", True, "jit")]
 ALL = [
+    ("Auto", "stream", True, "eager"),
     *(("Auto", form, True, way) for form in FORWARD for way in ("eager", "jit", "jit of grad")),
     *(("Auto", form, "backward", way) for form in BACKWARD for way in ("grad", "jit of grad")),
     *(("Auto", "fold", True, way) for way in ("grad", "jit of vmap", "jit of grad of checkpoint", "jit, mesh set")),
@@ -135,7 +140,7 @@ def main() -> None:
     for kind, form, check, way in FEW if which == "few" else ALL:
         mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
         h, (good, bad, still) = arrays(mesh)
-        call = (BACKWARD if check == "backward" else FORWARD)[form]
+        call = ({"stream": in_parts} | (BACKWARD if check == "backward" else FORWARD))[form]
         plain, comma, _ = way.partition(",")
         with jax.set_mesh(mesh) if comma else contextlib.nullcontext():
             run = WAYS[plain](lambda h, xs, call=call, check=check: call(h, xs, check_finite=check))

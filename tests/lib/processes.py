@@ -1,6 +1,6 @@
 """Starts several processes that make one JAX program over the loopback, and ends all of them whatever happens.
 
-A program begins with `join()`. It is a file of its own, so that it can be run by hand too.
+A program is a file, which can be run by hand too. It begins with `join()`.
 """
 
 import contextlib
@@ -61,14 +61,14 @@ def started(program: str | Path, *arguments: object, count: int = 2, devices: in
     """Starts a program in several processes. All are killed where the `with` block ends.
 
     Args:
-        program: the file, which is given its number, the count, a free port and the arguments.
+        program: the file, which is given its number, the count, an address and the arguments.
         *arguments: what else it is given.
         count: how many processes.
         devices: how many simulated devices each has.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        address = f"127.0.0.1:{free.getsockname()[1]}"
     others = re.sub(rf"{DEVICES}=\d+", "", os.environ.get("XLA_FLAGS", ""))
     env = {**os.environ, "XLA_FLAGS": f"{others} {DEVICES}={devices}", "JAX_PLATFORMS": "cpu"}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -79,7 +79,7 @@ def started(program: str | Path, *arguments: object, count: int = 2, devices: in
         running: list[subprocess.Popen[Any]] = []
         stack.callback(_kill, running)
         for number, output in enumerate(outputs):
-            command = [sys.executable, "-u", program, number, count, port, *arguments]
+            command = [sys.executable, "-u", program, number, count, address, *arguments]
             with output.open("w") as file:
                 running.append(subprocess.Popen([*map(str, command)], env=env, stdout=file, stderr=subprocess.STDOUT))
         yield Processes(running, outputs)
@@ -108,8 +108,8 @@ def join(**options: Any) -> tuple[int, int, list[str]]:
     Args:
         **options: those of `jax.distributed.initialize`.
     """
-    number, count, port, *arguments = sys.argv[1:]
+    number, count, address, *arguments = sys.argv[1:]
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if int(count) > 1:
-        jax.distributed.initialize(f"127.0.0.1:{port}", int(count), int(number), **options)
+        jax.distributed.initialize(address, int(count), int(number), **options)
     return int(number), int(count), arguments
