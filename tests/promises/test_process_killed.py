@@ -56,3 +56,13 @@ def test_the_others_end_within_the_heartbeat(count: int, victim: int, tmp_path: 
             assert "raised" in said or "JAX distributed service detected fatal errors" in said
         print(f"{count} processes, number {victim} killed: all ended after {time.monotonic() - began:.1f} s")
     assert_went_on(tmp_path, count=count - 1, at_least=2 * CHUNK)
+
+
+@pytest.mark.slow
+def test_all_hear_that_another_run_has_the_folder(tmp_path: Path) -> None:
+    with started(PROGRAM, tmp_path, 0.2) as first:
+        first.wait_until(0, "part", STARTS)
+        with started(PROGRAM, tmp_path, 0) as second:
+            for number, reason in enumerate(("another run writes", "the first process could not open")):
+                assert second.ended(number, STARTS) == 1
+                assert reason in " ".join(second.lines(number))
