@@ -25,6 +25,7 @@ from typing import Any
 import chex
 import jax
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 
 Thunk = Callable[[], object]
 
@@ -309,6 +310,12 @@ def run_suite(
         results.mkdir(parents=True, exist_ok=True)
         (results / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
     return all(m.passed is not False for m in (*measurements, *memory))
+
+
+def off_disk() -> None:
+    """Turns JAX's persistent cache off, where the user's environment turned it on."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
 
 
 def environment() -> dict[str, object]:

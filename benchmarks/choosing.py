@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.compilation_cache import compilation_cache
 
 import treescan
-from benchmarks._harness import Comparison, Memory, Thunk
+from benchmarks._harness import Comparison, Memory, Thunk, off_disk
 from benchmarks._lstm import normal
 
 STEPS, ROWS, FEATURES, HIDDEN = 1_024, 16, 32, 64
@@ -118,7 +117,7 @@ WAYS: dict[str, Program] = {
 
 def _compare(steps: int, blocks: int) -> Iterator[Comparison | Memory]:
     """All but the Python loop."""
-    _off_disk()
+    off_disk()
     given, details = _inputs(steps), {"steps": float(steps)}
     for kind in (FORWARD, GRADIENT):
         base = _compiling(kind, _scan, given)
@@ -148,12 +147,6 @@ def _loops(steps: int, short: dict[str, tuple[int, ...]], blocks: int) -> Iterat
     given, details = _inputs(steps), {"steps": float(steps)}
     mine, scan = Compiled(FORWARD, _loop, given), Compiled(FORWARD, _scan, given)
     yield Comparison(f"run, {LOOP}, {FORWARD}", SCAN, mine, scan, details=details)
-
-
-def _off_disk() -> None:
-    """Turns JAX's persistent cache off, where the user's environment turned it on."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX looks at the setting once
 
 
 def _jit(kind: str, program: Program) -> Any:

@@ -1036,7 +1036,7 @@ def _masked(family: Family, details: dict[str, float], *, control: bool) -> Iter
 
     args = family.params, family.init, family.xs
     everything = *args, _lengths(family)[FULL]
-    for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(_gradient(scan, inputs=family.inputs)))):
+    for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(gradient(scan, inputs=family.inputs)))):
         candidate, peer = made(ours), made(by_hand)
         for name, lengths in _lengths(family).items():
             run, other = functools.partial(candidate, *args, lengths), functools.partial(peer, *args, lengths)
@@ -1057,7 +1057,7 @@ def _auto(family: Family, details: dict[str, float], *, control: bool) -> Iterat
         return jax.lax.scan(functools.partial(family.step, params), init, xs)
 
     args = family.params, family.init, family.xs
-    candidate, peer = (Program(_gradient(scan, inputs=family.inputs)) for scan in (ours, theirs))
+    candidate, peer = (Program(gradient(scan, inputs=family.inputs)) for scan in (ours, theirs))
     run, other = functools.partial(candidate, *args), functools.partial(peer, *args)
     if control:
         yield Comparison(f"control, remat auto, {GRADIENT}", "itself", other, other)
@@ -1098,7 +1098,7 @@ def _lengths(family: Family) -> dict[str, Array]:
     return {FULL: jnp.full(family.rows, family.steps), UNIFORM: jnp.asarray(spread, jnp.int32)}
 
 
-def _gradient(scan: Callable[..., Any], *, inputs: bool) -> Callable[..., Any]:
+def gradient(scan: Callable[..., Any], *, inputs: bool) -> Callable[..., Any]:
     """The gradient of a scan, as this module's docstring says."""
 
     def run(params: Any, init: Any, xs: Any, *rest: Any) -> Any:

@@ -13,10 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.compilation_cache import compilation_cache
 
 import treescan
-from benchmarks._harness import Comparison, Memory, Thunk
+from benchmarks._harness import Comparison, Memory, Thunk, off_disk
 from benchmarks._layer_peers import equinox_scan, flax_scan, haiku_stack, lax_scan, lax_scan_remat, python_loop
 from benchmarks._llama import Block, Layer, Rotation, Size, block, make_layer, make_rotation
 from benchmarks._lstm import normal
@@ -42,7 +41,7 @@ Inputs = tuple[Any, Array, Rotation]  # layers, stacked or a list; x [B, T, D]; 
 
 def comparisons() -> Iterator[Comparison | Memory]:
     """The comparisons of this suite."""
-    _off_disk()
+    off_disk()
     yield from _compile_more_layers((BASE, 16, 64), (FORWARD, GRADIENT), COMPILE_TARGET)
     for kind in (FORWARD, GRADIENT):
         for depth, blocks in DEPTHS.items():
@@ -53,17 +52,11 @@ def comparisons() -> Iterator[Comparison | Memory]:
 
 def smoke() -> Iterator[Comparison | Memory]:
     """The same with few small layers, without targets."""
-    _off_disk()
+    off_disk()
     yield from _compile_more_layers((BASE, 16), (FORWARD,), None)
     yield _compile_against_loop(FORWARD, FEW_LAYERS, blocks=1)
     yield from _memory(COMPILE, FEW_LAYERS, None, None)
     yield from _run(COMPILE, FEW_LAYERS, None)
-
-
-def _off_disk() -> None:
-    """Turns JAX's persistent cache off, where the user's environment turned it on."""
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX looks at the setting once
 
 
 def _fold(layers: Layer, x: Array, rotation: Rotation, block: Block = block) -> Array:

@@ -33,7 +33,7 @@ def step(state: Any, x: Any) -> tuple[Any, Any]:
 def comparisons() -> Iterator[Comparison | Memory]:
     """The comparisons of this suite."""
     size = next(size for size in itertools.count(256, 32) if _seconds_per_step(size) >= 1e-3)
-    for steps, name in ((STEPS, "all parts whole"), (STEPS - 50, "the last part padded")):
+    for steps, name in ((STEPS, "all parts whole"), (STEPS - 50, "the last part shorter")):
         yield Comparison(
             f"stream, {steps} steps of 1 ms, chunk={CHUNK}, {name}",
             WHOLE,

@@ -16,6 +16,7 @@ VERBS = {
     "scan.fold": "X | None",
     "scan.accumulate": "X | None",
     "fori.fori": None,
+    "chunk_map.chunk_map": None,
     "while_scan.while_scan": "X | None",
     "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
     "stream.stream": None,
@@ -35,8 +36,14 @@ class Signatures(griffe.Extension):
             ideal = {name: parameters_of(pkg, function, VERBS[name]) for name, function in functions.items()}
             for name, function in functions.items():
                 fold_overloads(function)
-                function.returns = function.overloads[0].returns
+                function.returns = shown_of(function).returns
                 function.parameters = ideal[name]
+
+
+def shown_of(function: griffe.Function) -> griffe.Function:
+    """The overload that is shown: the first one that is not only for `save="last"`."""
+    overloads = list(function.overloads or ())
+    return next(each for each in overloads if not any("Literal" in str(p.annotation) for p in each.parameters))
 
 
 def fold_overloads(function: griffe.Function) -> None:
@@ -63,7 +70,7 @@ def source_of(overload: griffe.Function) -> str:
 
 def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | None) -> griffe.Parameters:
     """The parameters of a verb, less those that only catch mistakes, and with the options in place of `**options`."""
-    typed = {parameter.name: parameter for parameter in function.overloads[0].parameters}
+    typed = {parameter.name: parameter for parameter in shown_of(function).parameters}
     shown = []
     for given in function.parameters:
         if given.kind in (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword):
@@ -83,7 +90,7 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
     defaults = {
         parameter.name: parameter.default
-        for verb in ("mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
+        for verb in ("stream.stream", "mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
         for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}

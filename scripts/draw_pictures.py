@@ -40,8 +40,8 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     (
         "types and trees",
         (
-            "_lazy, _remat, _progress, _types, _avals,",
-            "_tree, _axes, _finite, _text, _reprs,",
+            "_lazy, _remat, _progress, _checkpoint, _types,",
+            "_avals, _tree, _axes, _finite, _text, _reprs,",
             "_errors, _flax",
         ),
     ),
@@ -52,6 +52,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("checks of arguments", ("_checks/",)),
     ("stacks, and batches of sequences", ("_data/",)),
     ("descriptions of calls", ("_describe/",)),
+    ("streams", ("_stream/",)),
     ("verbs", ("_verbs/",)),
     ("public names", ("__init__, __main__, testing",)),
     ("other libraries", ("integrations/",)),
@@ -285,6 +286,7 @@ def _classes_of(argument: ast.expr) -> list[str]:
         "over": "OverRows",
         "over_axes": "OverAxes",
         "checking": "CheckFinite",
+        "recording": "RecordOutputs",
         "truncating": "Truncate",
         "recomputing": "Recompute",
         "showing": "ShowProgress",

@@ -6,6 +6,7 @@ numbers of a suite are in benchmarks/results/<suite>.txt, which the site publish
 benchmarks/README.md describes the layout of the JSON. Tests compare all of this with what the results give.
 """
 
+import itertools
 import json
 import math
 import re
@@ -13,7 +14,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
@@ -251,6 +252,12 @@ MEMORY_KINDS: Mapping[str, str] = {
 }
 LANE, APART = 6, 1.0  # pixels from dot to dot upwards; and percent across
 
+# The chart of the tiers: a curve for each kind of lengths.
+TIERS, COMPILE = "tiers", "compile"
+CURVES = ("uniform", "lognormal", "pareto")
+CURVE, CURVE_GAP = 26, 34  # percent across: a curve, and from one to the next
+CURVE_TOP, CURVE_HEIGHT = 24, 170  # pixels
+
 Report = Mapping[str, Any]
 
 
@@ -282,11 +289,14 @@ def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
 
 
 def charts(reports: Mapping[str, Report | None]) -> dict[Path, str]:
-    """The files of all charts; there is one of the families where these were measured."""
+    """The files of all charts; there is one of the families, and of the tiers, where these were measured."""
     made = {name: chart(name, _chosen(reports, rows)) for name, rows in CHARTS.items()}
     report = reports.get(FAMILIES)
     if report is not None:
         made[FAMILIES] = dots(FAMILIES, report)
+    report = reports.get(TIERS)
+    if report is not None:
+        made[TIERS] = curves(TIERS, report)
     return {CHARTS_FOLDER / f"{name}.svg": content for name, content in made.items()}
 
 
@@ -425,9 +435,9 @@ def chart(name: str, comparisons: Sequence[Report]) -> str:
     return "\n".join([*lines, "</svg></figure>"]) + "\n"
 
 
-def _tick(tick: float, x: str, bottom: int) -> Iterator[str]:
+def _tick(tick: float, x: str, bottom: int, top: int = 0) -> Iterator[str]:
     """A line across the chart, and its number."""
-    yield f'<line class="{"one" if tick == 1 else "tick"}" x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>'
+    yield f'<line class="{"one" if tick == 1 else "tick"}" x1="{x}" x2="{x}" y1="{top}" y2="{bottom}"/>'
     yield f'<text class="number" x="{x}" y="{bottom + AXIS - 5}">{tick:g}</text>'
 
 
@@ -494,6 +504,95 @@ def _dots_row(label: str, rows: Sequence[Report], top: int, low: float, high: fl
         y = bottom - 8 - LANE * lane
         made.append(f'<circle class="{kind}" cx="{x_dot}" cy="{y}" r="2.5"><title>{title}</title></circle>')
     return made, bottom
+
+
+class Sides(NamedTuple):
+    """Where the axes of a curve begin and end: compile times across, run times up, and where it begins across."""
+
+    left: float
+    low: float
+    high: float
+    least: float
+    most: float
+
+    def x(self, value: float) -> str:
+        """Where a compile time is."""
+        return f"{self.left + CURVE * math.log(value / self.low) / math.log(self.high / self.low):.1f}%"
+
+    def y(self, value: float) -> str:
+        """Where a run time is."""
+        part = math.log(value / self.least) / math.log(self.most / self.least)
+        return f"{CURVE_TOP + CURVE_HEIGHT * (1 - part):.1f}"
+
+
+def curves(name: str, report: Report) -> str:
+    """An SVG of compile time against run time, on logarithmic axes: for each kind of lengths, a point per set of tiers.
+
+    A point is the median over programs, and its bars reach from the smallest to the largest. A set whose name says more
+    than a number of tiers is a ring beside the curve. Dotted lines are the targets.
+    """
+    ratios, targets = _ratios_of_sets(report)
+    across, up = (
+        [v for key, values in ratios.items() if (key[0] == COMPILE) == c for v in values] for c in (True, False)
+    )
+    height = CURVE_TOP + CURVE_HEIGHT + 2 * AXIS
+    lines = [
+        f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{height}">',
+        f'<title id="ratios-{name}">Compile time and run time by the number of tiers.</title>',
+    ]
+    for n, of_rows in enumerate(CURVES):
+        sides = Sides(n * CURVE_GAP + 5, min([1.0, *across]), max(across), min([1.0, *up]), max(up))
+        lines += [f'<text x="{sides.left}%" y="13">{of_rows}</text>', *_axes(sides, *targets)]
+        lines += _curve(of_rows, ratios, sides)
+    lines.append(f'<text x="0" y="{height - 5}">across: compile time / a where; up: run time / seven tiers</text>')
+    return "\n".join([*lines, "</svg></figure>"]) + "\n"
+
+
+def _ratios_of_sets(report: Report) -> tuple[dict[tuple[str, str], list[float]], list[float]]:
+    """The ratios of all programs, by what was measured and the set of tiers, and the two targets."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    targets = [1.0, 1.0]
+    for c in report["comparisons"]:
+        if c["against"] != "itself":
+            _, tiers, what = c["name"].rsplit(", ", 2)
+            ratios.setdefault((what, tiers), []).append(c["ratio"]["median"])
+            if c["target"]:
+                targets[what != COMPILE] = c["target"]
+    most = max((tiers for _, tiers in ratios), key=lambda tiers: int(tiers.split()[0]))
+    return ratios | {(of_rows, most): [1.0] for of_rows in CURVES}, targets
+
+
+def _axes(sides: Sides, compiling: float, running: float) -> Iterator[str]:
+    """The lines of a curve's axes with their numbers, and the targets."""
+    bottom = CURVE_TOP + CURVE_HEIGHT
+    ends = sides.x(sides.low), sides.x(sides.high)
+    for tick in _ticks(sides.low, sides.high):
+        yield from _tick(tick, sides.x(tick), bottom, CURVE_TOP)
+    for tick in _ticks(sides.least, sides.most):
+        yield f'<line class="tick" x1="{ends[0]}" x2="{ends[1]}" y1="{sides.y(tick)}" y2="{sides.y(tick)}"/>'
+        yield f'<text class="number" x="{sides.left - 2}%" y="{sides.y(tick)}" dy="3">{tick:g}</text>'
+    yield f'<line class="limit" x1="{sides.x(compiling)}" x2="{sides.x(compiling)}" y1="{CURVE_TOP}" y2="{bottom}"/>'
+    yield f'<line class="limit" x1="{ends[0]}" x2="{ends[1]}" y1="{sides.y(running)}" y2="{sides.y(running)}"/>'
+
+
+def _curve(of_rows: str, ratios: Mapping[tuple[str, str], Sequence[float]], sides: Sides) -> Iterator[str]:
+    """The points of one kind of lengths, their bars, and the line between them."""
+    sets = {tiers: (ratios[COMPILE, tiers], ratios[of_rows, tiers]) for what, tiers in ratios if what == COMPILE}
+    medians = {tiers: tuple(map(statistics.median, both)) for tiers, both in sets.items()}
+    at = {tiers: (sides.x(compiling), sides.y(running)) for tiers, (compiling, running) in medians.items()}
+    for tiers, (compiling, running) in sets.items():
+        x, y = at[tiers]
+        yield f'<line x1="{sides.x(min(compiling))}" x2="{sides.x(max(compiling))}" y1="{y}" y2="{y}"/>'
+        yield f'<line x1="{x}" x2="{x}" y1="{sides.y(min(running))}" y2="{sides.y(max(running))}"/>'
+    for (x1, y1), (x2, y2) in itertools.pairwise(at[tiers] for tiers in sets if len(tiers.split()) == 2):
+        yield f'<line class="curve" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
+    for tiers, (x, y) in sorted(at.items(), key=lambda each: len(each[0].split()), reverse=True):  # rings lie below
+        title = f"<title>{tiers}: {', '.join(map(_number, medians[tiers]))}</title>"
+        simple = len(tiers.split()) == 2
+        kind, radius = ("median", 3.5) if simple else ("fitted", 6)
+        yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{title}</circle>'
+        if simple:
+            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="-6">{tiers.split()[0]}</text>'
 
 
 def _of_kind(report: Report, kind: str) -> list[Report]:

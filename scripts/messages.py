@@ -97,6 +97,12 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("pair_*", "while_carry_alone", "body_of_three", "y_static*"),
         ),
         Topic(
+            "A function over chunks returns something else",
+            'It returns an output for each entry of its chunk. With `reduce="sum"`, it returns sums over them.',
+            ("chunk_map_without_entries", "chunk_map_other_sum"),
+            ("chunk_map_without*", "chunk_map_other*", "chunk_map_sum*"),
+        ),
+        Topic(
             "The block of a layer",
             "A block of `scan_layers` must return a pair `(x, y)`, and a block of `fold_layers` only x. With "
             "`state`, the new state comes after x.",
@@ -149,6 +155,12 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
     ),
     "ArgumentError": (
+        Topic(
+            "The source of a stream",
+            "All parts have `chunk` steps, except for the last one, and the same types.",
+            ("stream_ends_early", "stream_part_too_short", "stream_part_of_another_dtype"),
+            ("stream_*", "checkpoints_*"),
+        ),
         Topic(
             "How many steps",
             "`length` or xs must determine the number of steps. If both are given, they must agree.",
@@ -298,6 +310,19 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "Shapes and numbers of steps are compiled into the program. Pass an int, or mark the argument as static.",
             ("length_traced", "fori_traced", "pad_traced"),
             ("*",),
+        ),
+    ),
+    "CheckpointError": (
+        Topic(
+            "The checkpoints of another run",
+            "Choose another folder, or delete this one.",
+            ("checkpoints_of_another_run", "checkpoints_of_two_runs"),
+        ),
+        Topic(
+            "A checkpoint cannot be written",
+            "Make room, or choose another folder. The last checkpoint is kept.",
+            ("checkpoints_on_a_full_disk",),
+            ("checkpoints_in_*",),
         ),
     ),
     "LayerError": (

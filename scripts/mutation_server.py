@@ -15,6 +15,8 @@ import sys
 import warnings
 from typing import Any, NoReturn
 
+from pytest import hookimpl
+
 LIBRARIES = ("jax", "jax.numpy", "numpy", "pytest", "hypothesis", "chex", "equinox", "optax", "flax", "haiku")
 
 
@@ -29,6 +31,7 @@ class Recorder:
         self.tests: dict[str, dict[str, Any]] = {}
         self.failed: str | None = None
 
+    @hookimpl(trylast=True)  # by then those are gone that are slow
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         """Leaves so many cases of each test, from the first to the last."""
         if self.cases is not None:

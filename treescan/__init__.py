@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import carries as carries
+    from ._checkpoint import Checkpoint as Checkpoint
     from ._data.batch import Packed as Packed, PackIndex as PackIndex, Padded as Padded
     from ._data.batches import (
         first as first,
@@ -51,15 +52,17 @@ if TYPE_CHECKING:
         Tqdm as Tqdm,
     )
     from ._remat import Remat as Remat
-    from ._stream.checkpoint import Checkpoint as Checkpoint
     from ._stream.part import Part as Part
     from ._transforms.budget import RematPlan as RematPlan
+    from ._transforms.finite.report import FiniteReport as FiniteReport
+    from ._verbs.chunk_map import chunk_map as chunk_map
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
     from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
     from ._verbs.lift import lift as lift
     from ._verbs.mask_scan import mask_scan as mask_scan
+    from ._verbs.progress import progress as progress
     from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
     from ._verbs.stream import stream as stream, stream_parts as stream_parts
     from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
@@ -68,6 +71,7 @@ else:
         __name__,
         {
             ".": "carries",
+            "_checkpoint": "Checkpoint",
             "_data.batch": "Packed PackIndex Padded",
             "_data.batches": "first last length_mask pack pad repad unpack unpad",
             "_data.init_layers": "init_layers",
@@ -81,15 +85,17 @@ else:
             "_loop.rewrite": "rewriting",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_remat": "Remat",
-            "_stream.checkpoint": "Checkpoint",
             "_stream.part": "Part",
             "_transforms.budget": "RematPlan",
+            "_transforms.finite.report": "FiniteReport",
+            "_verbs.chunk_map": "chunk_map",
             "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
             "_verbs.groups": "DenyList In Out",
             "_verbs.layers": "fold_layers scan_layers",
             "_verbs.lift": "lift",
             "_verbs.mask_scan": "mask_scan",
+            "_verbs.progress": "progress",
             "_verbs.scan": "accumulate fold scan",
             "_verbs.stream": "stream stream_parts",
             "_verbs.while_scan": "WhileResult while_scan",

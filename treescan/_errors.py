@@ -51,6 +51,12 @@ WHILE_WORDS = {
     "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`.",
 }
 LAYER_WORDS = {**STEP_WORDS, "step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
+CHUNK_WORDS = {
+    **STEP_WORDS,
+    "step": "f",
+    "unit": "chunk",
+    "axis_none": "With None, every chunk receives the whole leaf",
+}
 GROUP_WORDS = {
     **STEP_WORDS,
     "xs": "what is scanned over",

@@ -9,6 +9,9 @@ from ._avals import Array, ArrayLike, PyTree
 from ._remat import Remat
 
 if TYPE_CHECKING:
+    import os
+
+    from ._checkpoint import Checkpoint
     from ._progress import Progress
 
 Axes: TypeAlias = Any
@@ -23,11 +26,17 @@ Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
 FiniteCheck: TypeAlias = bool | Literal["backward"]
 """Whether the carry is checked after each step, or its cotangents in reverse mode."""
 
+Returned: TypeAlias = Literal["return"]
+"""A report is returned of what a check of the carry finds; overloads of their own have it."""
+
 ProgressLike: TypeAlias = "bool | str | Progress | None"
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
 
+CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint | None"
+"""Where a stream saves its state: a folder, or a `Checkpoint`."""
+
 Save: TypeAlias = Any
-"""A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""
+"""A prefix tree of what is kept of an output: "all", "last", every k-th, positions, or None for nothing."""
 
 Carry = TypeVar("Carry")
 X_contra = TypeVar("X_contra", contravariant=True)
@@ -83,6 +92,12 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 
 
+class ValidMap(Protocol[X_contra, Y_co]):
+    """A function of `chunk_map` that takes which entries of a chunk are not padding."""
+
+    def __call__(self, chunk: X_contra, /, *, valid: Array) -> Y_co: ...
+
+
 class OutputOptions(TypedDict, total=False):
     """What becomes of the outputs of all steps."""
 
@@ -121,6 +136,18 @@ class ScanOptions(OutputOptions, PartOption, total=False):
     name: str | None
     progress: ProgressLike
     check_finite: FiniteCheck
+
+
+class ChunkOptions(TypedDict, total=False):
+    """The options of `chunk_map`."""
+
+    in_axes: Axes
+    out_axes: Axes
+    reduce: Literal["sum"] | None
+    remat: RematLike | None
+    unroll: int | bool
+    name: str | None
+    progress: ProgressLike
 
 
 class KeyedScan(ScanOptions, KeyOption):
@@ -271,7 +298,7 @@ class StreamOptions(IndexOptions, total=False):
     length: int | None
     lengths: ArrayLike | None
     remainder: Literal["run", "mask"]
-    checkpoint: Any
+    checkpoint: CheckpointLike
     prefetch: int
     progress: ProgressLike
     donate: bool

@@ -46,7 +46,6 @@ TUTORIAL = TUTORIALS / "plugin.md"
 LONG = (
     *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama", "solvers")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers", "flax", "random-keys", "training")),
-    *sorted((ROOT / "docs" / "guides").glob("migrating-*.md")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "performance", "custom-carries")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers-patterns", "devices", "migrating")),
     ROOT / "docs" / "recipes" / "index.md",

@@ -4,6 +4,8 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+from test_docs import FRONT_MATTER
+
 from scripts import ROOT, script
 
 DOCS = ROOT / "docs"
@@ -22,6 +24,12 @@ def test_each_page_has_a_description_of_its_own() -> None:
     found = {description(page): page for page in PAGES}
     assert len(found) == len(PAGES)
     assert not [page for text, page in found.items() if not 50 <= len(text) <= 160]  # what search engines show
+
+
+def test_the_site_keeps_to_its_size() -> None:
+    words = sum(len(FRONT_MATTER.sub("", page.read_text(), count=1).split()) for page in PAGES)
+    assert len(PAGES) <= 45
+    assert words <= 60_000, f"{words} words, code and outputs among them: say something in fewer"
 
 
 def test_the_navigation_names_pages_by_their_titles() -> None:

@@ -129,7 +129,7 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
 
     monkeypatch.setattr("treescan._verbs.prepare.Program", record)
     shown = treescan.Progress(meter=treescan.Text())
-    every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2, "progress": shown}
+    every = {"out_axes": 0, "remat": "step", "save": (2, np.array([0, 2])), "truncate": 2, "progress": shown}
     run = {
         "scan": lambda: treescan.scan(
             add, 0.0, jnp.ones((1, 4)), in_axes=1, check_finite=True, **(every | {"out_axes": -1})
@@ -150,7 +150,7 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
 
 
 def add(total, x):
-    return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
+    return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, (x, x)
 
 
 @pytest.mark.parametrize("compact", [False, True])

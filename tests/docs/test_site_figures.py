@@ -143,6 +143,41 @@ def test_dots_that_would_overlap_stand_above_one_another() -> None:
     assert sorted({y for _, y in places}) == ["24", "30", "36"]
 
 
+def of_tiers(tiers: str, what: str, ratio: float, target: float | None = None) -> dict[str, Any]:
+    """What the suite of tiers writes for one comparison."""
+    against = "where by hand" if what == "compile" else "seven tiers"
+    return {
+        **COMPARISON,
+        "name": f"a, b, forward, {tiers}, {what}",
+        "against": against,
+        "target": target,
+        "ratio": {**SPREAD, "median": ratio},
+    }
+
+
+def test_tiers_are_a_curve_for_each_kind_of_lengths() -> None:
+    """Compile times reach from 1 to 10 and run times from 1 to 4: the middle of an axis is the root of its end."""
+    compiled = [of_tiers(tiers, "compile", ratio, 10**0.5) for tiers, ratio in (("1 tier", 1.0), ("7 tiers", 10.0))]
+    compiled.append(of_tiers("3 tiers with a quarter", "compile", 10**0.5))
+    run = [
+        of_tiers(tiers, what, ratio, target)
+        for what in figures.CURVES
+        for tiers, ratio, target in (("1 tier", 4.0, 2.0), ("3 tiers with a quarter", 2.0, None))
+    ]
+    control = {**of_tiers("1 tier", "uniform", 9.0), "name": "control, uniform", "against": "itself"}
+    made = figures.curves("tiers", {**REPORT, "comparisons": [control, *compiled, *run]})
+    tops = range(5, 101, figures.CURVE_GAP)
+    middle = figures.CURVE_TOP + figures.CURVE_HEIGHT / 2
+    for left in tops:
+        ends = f'x1="{left}.0%" x2="{left + figures.CURVE}.0%"'
+        assert (
+            f'class="curve" {ends} y1="{figures.CURVE_TOP}.0" y2="{figures.CURVE_TOP + figures.CURVE_HEIGHT}.0"' in made
+        )
+        assert f'class="fitted" cx="{left + figures.CURVE / 2:.1f}%" cy="{middle:.1f}"' in made
+        assert f'class="limit" {ends} y1="{middle:.1f}"' in made
+    assert made.count("<title>3 tiers with a quarter: 3.16, 2.00</title>") == len(tops) == len(figures.CURVES)
+
+
 def test_families_without_results_have_no_chart() -> None:
     assert "not been measured" in figures.families({})
     assert figures.CHARTS_FOLDER / "families.svg" not in figures.charts(figures.suites() | {"families": None})

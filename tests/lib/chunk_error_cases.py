@@ -98,7 +98,15 @@ case()(
     save_unknown=lambda one: scan(step, one, XS, save="first"),
     save_zero=lambda one: scan(step, one, XS, save=0),
     save_true=lambda one: scan(step, one, XS, save={"y": True, "count": "all"}),
-    save_positions=lambda one: scan(step, one, XS, save=np.array([1, 3])),
+    save_positions_in_a_list=lambda one: scan(step, one, XS, save=[1, 3]),
+    save_positions_descending=lambda one: scan(step, one, XS, save=range(7, 0, -2)),
+    save_positions_twice=lambda one: scan(step, one, XS, save={"y": np.array([1, 3, 3]), "count": "all"}),
+    save_positions_negative=lambda one: scan(step, one, XS, save=np.array([-1])),
+    save_positions_of_floats=lambda one: scan(step, one, XS, save=np.array([1.0, 3.0])),
+    save_positions_of_two_axes=lambda one: scan(step, one, XS, save=np.array([[1, 3]])),
+    save_positions_out_of_range=lambda one: scan(step, one, XS, save=np.array([1, 8])),
+    save_positions_out_of_range_of_rows=lambda one: rows(one, save=range(7, 9)),
+    save_positions_in_an_array_of_jax=lambda one: scan(step, one, XS, save=jnp.array([1, 3])),
     save_is_no_prefix_of_rows=lambda one: rows(one, save=(2, "last")),
     pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
     # truncate
@@ -122,6 +130,9 @@ case()(
 case(less=("disable_jit",))(
     remat_budget_of_symbolic_rows=lambda one: exported(
         lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)), "8, b"
+    ),
+    save_positions_of_symbolic_steps=lambda one: exported(
+        lambda xs: scan(step, one, xs, save=np.array([0, 2]))[0], "t"
     ),
     save_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, save=2)[0], "t"),
     remat_over_a_callback=lambda one: scan(step_that_calls_out, one, XS, remat="nested"),

@@ -20,9 +20,11 @@ from treescan import (
     describe,
     fold,
     fori,
+    lift,
     mask_scan,
     measure_remat,
     plan_remat,
+    progress,
     scan,
     scan_layers,
     while_scan,
@@ -113,6 +115,10 @@ def progress_backward_of_a_pattern(one):
 
 
 case()(
+    check_finite_report_that_is_traced=lambda one: jax.jit(
+        lambda h: fold(lambda c, x: c + x, h, XS, check_finite="return")[1].check()
+    )(one),
+    check_finite_report_of_lift=lambda one: lift(step, check_finite="return")({}, {}, one, XS),
     progress_number=lambda one: scan(step, one, XS, progress=100),
     progress_label_of_a_number=lambda one: scan(step, one, XS, progress=Progress(3)),
     progress_show_of_a_text=lambda one: scan(step, one, XS, progress=Progress(show="loss")),
@@ -130,6 +136,8 @@ case()(
     progress_show_of_a_name=lambda one: progressing(one, ending, show=lambda carry: {"phase": "warm up"}),
     progress_updates_zero=lambda one: scan(step, one, XS, progress=Progress(updates=0)),
     progress_backward_of_while_scan=lambda one: progressing(one, ending, backward=True),
+    progress_context_with_show=lambda one: progress(Progress(show=lambda carry: {"h": carry})),
+    progress_context_of_a_number=lambda one: progress(100),
     progress_of_layers_with_prefetch=lambda one: scan_layers(
         lambda layer, x: (x + layer, x), one, (jnp.ones(3) * one), prefetch=lambda layer: layer, progress="layers"
     ),

@@ -159,7 +159,7 @@ def test_mapped_batches_run_on_what_the_fullest_needs():
 
 @pytest.mark.parametrize(
     ("compact", "tiers"),
-    [(True, TIERS), ((3,), (3, 8)), ((5, 2, 5), (2, 5, 8)), ((8,), (8,)), ((4, 8), (4, 8)), (False, (8,))],
+    [(True, TIERS), ((3,), (3, 8)), ((5, 2, 8, 5), (2, 5, 8)), ((8,), (8,)), ((4, 8), (4, 8)), (False, (8,))],
     ids=str,
 )
 def test_the_body_is_traced_once_for_each_tier(compact, tiers):
@@ -183,7 +183,7 @@ def test_tiers_rise_from_one_row_to_all_in_few_steps(rows):
     assert list(tiers) == sorted(set(tiers))
 
 
-@pytest.mark.parametrize(("repeats", "tiers"), [(1, [1, 2, 4, 8, 16, 32]), (60, [2, 8, 32])])
+@pytest.mark.parametrize(("repeats", "tiers"), [(1, [1, 2, 4, 8, 16, 32]), (60, [2, 16, 32])])
 def test_a_large_step_has_three_tiers(repeats, tiers):
     traced = set()
 

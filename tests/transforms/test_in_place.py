@@ -41,7 +41,7 @@ def of_all_kinds(weights, carry, x):
         "halves": y.astype(jnp.bfloat16),
         "complex": jax.lax.complex(y, x),
         "keys": keys,
-        "shared": jnp.sum(weights),
+        "shared": jnp.sum(weights, 0),
         "row": y[:, 0],
     }
 

@@ -49,6 +49,7 @@ APART = {
     "heads": lambda h, x: jnp.concatenate([h, x], -1).reshape(ROWS, 2, 3).transpose(0, 2, 1),
     "rows last": lambda h, x: jnp.moveaxis(h[None, :, :] * x, 1, 2),
     "columns": lambda h, x: (h[:, 1], x[:, ::2], h[:, ::-1], x[:, None, 1:]),
+    "columns by index": lambda h, x: h[:, jnp.array([2, 0])] + x[:, 1:],
     "embedding": lambda h, x: TABLE[numbers(h)] + x,
     "own entry": lambda h, x: jnp.take_along_axis(h, numbers(x)[:, None], 1),
     "padding": lambda h, x: jnp.pad(h, [(0, 0), (1, 2)]) + jnp.pad(x, [(0, 0), (2, 1)]),
@@ -109,7 +110,12 @@ def meet(body):
     return False
 
 
-@pytest.mark.parametrize("names", shares(APART.keys() - {"rows last"}))
+BY_INDEX = ["columns by index", "embedding", "own entry"]
+
+
+@pytest.mark.parametrize(
+    "names", [pytest.param(BY_INDEX, id="by index"), *shares(APART.keys() - {"rows last", *BY_INDEX})]
+)
 def test_rows_that_are_apart_are_proven_so(names):
     for name in names:
         assert not meet(APART[name]), name

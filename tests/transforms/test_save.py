@@ -38,6 +38,9 @@ def arguments(steps):
         *slow(
             (100, 7, False, None), ({"a": "all", "b": ("last", 5)}, 1, False, Remat("everything_saveable", levels=2))
         ),
+        ({"a": np.array([0, 3, 4]), "b": (range(1, 7, 3), np.array([6], np.int8))}, 7, True, None),
+        ({"a": np.array([2, 3]), "b": (3, None)}, 7, False, "nested"),
+        *slow((np.array([0, 6]), 7, False, "auto"), ({"a": range(4), "b": (range(3, 3), "last")}, 7, True, "step")),
     ],
 )
 def test_scan(save, steps, reverse, remat):
@@ -92,6 +95,8 @@ def rows_body(carry, x):
     ("save", "fill", "options"),
     [
         (MIXED, FILLS, {"chunk": 2, "remat": "nested", "reverse": True}),
+        (np.array([1, 4]), FILLS, {"reverse": True}),
+        *slow(({"a": np.array([0, 3, 4]), "b": range(1, 4), "c": 2, "t": "last"}, 2, {"chunk": 2, "compact": True})),
         *slow(("last", "hold", {"reverse": True}), (MIXED, -1, {"chunk": 0})),
         *slow((ODD, FILLS, {"chunk": 4, "compact": True})),
     ],
@@ -124,6 +129,7 @@ def other_block(layer, x):
 PATTERNS = [
     ([{"h": 3, "w": "last"}, 2], 3, True, "nested"),
     ([None, "all"], 1, False, None),
+    ([np.array([0, 2]), range(1, 3)], 3, False, None),
     *slow(([4, 9], 3, True, None)),
 ]
 
@@ -148,7 +154,89 @@ def test_a_block_without_a_layer():
     assert ys["h"].shape == (2,) and none is None
 
 
+# Positions
+
+AT = np.array([0, 3, 4, 9])
+
+
+def picked(function, save, *given):
+    """The last carry, and of ys the given positions."""
+    carry, ys = function(*given)
+    return carry, jax.tree.map(lambda y: y[save], ys)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"reverse": True},
+        *slow({"truncate": 3}, {"check_finite": True}, {"unroll": 3}, {"key": jax.random.key(0)}, {"progress": "x"}),
+    ],
+    ids=str,
+)
+def test_positions_are_indices_of_all(options):
+    def step(carry, x, key=None):
+        return body(carry, x)
+
+    def run(save, *given):
+        return treescan.scan(step, *given, save=save, **options)
+
+    ours, plainly = functools.partial(run, AT), functools.partial(picked, functools.partial(run, "all"), AT)
+    assert_same(ours, plainly, *arguments(11))
+
+
+def test_positions_of_other_verbs():
+    init, xs = arguments(11)
+
+    def layer(x, h):
+        return body(h, x)
+
+    def cond(carry):
+        return jnp.sum(carry["h"]) > -0.4
+
+    for verb in (
+        lambda save: treescan.scan_layers(lambda x, h: layer(x, h), init, xs, save=save),
+        lambda save: treescan.while_scan(cond, body, init, xs, save=save)[:2],
+        lambda save: (0, treescan.accumulate(lambda c, x: body(c, x)[0], init, xs, save=save)),
+    ):
+        assert_close(verb(AT), picked(verb, AT, "all"))
+
+
+def test_positions_of_keys_and_in_vmap():
+    def draw(key, x):
+        key, now = jax.random.split(key)
+        return key, {"key": now, "x": jax.random.normal(now) * x}
+
+    def run(seed, save):
+        return treescan.scan(draw, jax.random.key(seed), jnp.arange(11.0), save=save)
+
+    seeds = jnp.arange(3)
+    got, every = (jax.vmap(lambda seed, save=save: run(seed, save))(seeds) for save in (AT, "all"))
+    assert_close(got, (every[0], jax.tree.map(lambda y: y[:, AT], every[1])))
+
+
+def test_positions_may_be_kept_by_a_number():
+    """As every fourth: then the other outputs are not even made."""
+    assert makings(range(3, 32, 4)) == makings(4) == 8
+    assert makings(np.array([3, 7])) == 32
+
+
+def test_the_program_does_not_grow_with_positions():
+    def size(save):
+        def run(xs):
+            return treescan.scan(lambda c, x: (c + x, x), 0.0, xs, save=save)
+
+        return len(list(equations(jax.make_jaxpr(run)(jnp.ones(64)).jaxpr)))
+
+    assert size(np.r_[0, np.arange(2, 50)]) == size(np.array([0, 2]))
+
+
 # Memory
+
+
+@functools.cache
+def memory_at(at, steps, **options):
+    """`memory` of positions, which have no hash."""
+    return memory.__wrapped__(np.array(at), steps, **options)
 
 
 @functools.cache
@@ -210,6 +298,16 @@ def test_memory_of_the_gradient():
     everything, some = (memory(save, 512, gradient=True, remat="nested")[0] for save in ("all", 32))
     assert everything >= 512
     assert some <= 160
+
+
+def test_memory_of_positions():
+    at = 1, 7, 8, 100, 300, 301, 302, 303, 400, 511
+    none, some = memory(None, 512), memory_at(at, 512)
+    assert (some - none)[1] <= len(at) + 0.1
+    assert (some - none)[0] <= 3
+    for remat in ("step", "nested"):  # by which no step saves what an output needs
+        gradients = memory(None, 512, gradient=True, remat=remat), memory_at(at, 512, gradient=True, remat=remat)
+        assert (gradients[1] - gradients[0])[0] <= 2 * len(at)
 
 
 # What is not kept is not made

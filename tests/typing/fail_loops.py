@@ -9,6 +9,7 @@ from jax import Array
 from treescan import (
     Remat,
     accumulate,
+    chunk_map,
     fold,
     fori,
     last,
@@ -18,6 +19,7 @@ from treescan import (
     pad,
     plan_remat,
     scan,
+    stream,
     unpack,
     unpad,
 )
@@ -155,3 +157,21 @@ unpack(pad([one]), xs)  # error
 last(xs, pack([one]), reverse=False)  # error
 last(pack([one]), xs)  # error
 last(pad([one]), xs, reverse="yes")  # error
+
+
+# stream
+
+stream(step, State(one), xs)  # error
+stream(step, State(one), xs, chunk=2, truncate=2)  # error
+stream(step, State(one), xs, chunk=2, on_part=lambda part: part.carry.cell)  # error
+
+# chunk_map
+
+
+def chunk_state(chunk: State) -> Array:
+    return chunk.h
+
+
+chunk_map(chunk_state, xs, 2)  # error
+chunk_map(chunk_state, init)  # error
+chunk_map(chunk_state, init, 2, reduce="mean")  # error

@@ -13,9 +13,11 @@ from treescan import (
     Packed,
     PackIndex,
     Padded,
+    Part,
     Remat,
     RematPlan,
     accumulate,
+    chunk_map,
     first,
     fold,
     fori,
@@ -28,6 +30,8 @@ from treescan import (
     plan_remat,
     repad,
     scan,
+    stream,
+    stream_parts,
     unpack,
     unpad,
 )
@@ -137,6 +141,21 @@ assert_type(fori(0, 3, keyed_index_step, State(one, key), key=key), State)
 assert_type(fori(0, 3, lambda i, carry: carry + i, one), Array)
 
 
+# chunk_map
+
+
+def chunk_loss(chunk: tuple[Array, State], /, *, valid: Array) -> tuple[Array, State]:
+    return chunk
+
+
+def chunk_state(chunk: State) -> Array:
+    return chunk.h
+
+
+assert_type(chunk_map(chunk_state, State(xs, key), 2), Array)
+assert_type(chunk_map(chunk_loss, (xs, State(xs, key)), 2, reduce="sum", remat=None), tuple[Array, State])
+
+
 # mask_scan
 
 
@@ -200,3 +219,25 @@ def beside(state: State, x: tuple[State, Array]) -> tuple[State, Array]:
 assert_type(mask_scan(beside, State(one, key), (packed, one)), tuple[State, Array])
 assert_type(repad(packed, packed.data), Padded[State])
 assert_type(first(packed, packed.data, reverse=False), State)
+
+
+# stream
+
+
+def on_part(part: Part[Array, dict[str, Array]]) -> None:
+    assert_type(part.carry, Array)
+    assert_type(part.ys, dict[str, Array])
+
+
+def noisy(carry: Array, x: Array, /, *, key: Array) -> tuple[Array, Float[Array, ""]]:
+    return carry + x, x
+
+
+assert_type(stream(step, one, xs, chunk=2, save="last"), tuple[Array, dict[str, Array]])
+assert_type(stream(step, one, xs, chunk=2, on_part=on_part)[0], Array)
+assert_type(stream(step, one, lambda start, n: xs[start : start + n], chunk=2, length=3, lengths=3)[0], Array)
+assert_type(stream(noisy, one, xs, chunk=2, key=key, save="last"), tuple[Array, Array])
+for part in stream_parts(step, one, xs, chunk=2, checkpoint="folder", donate=True):
+    assert_type(part.carry, Array)
+    assert_type(part.ys, dict[str, Array])
+    assert_type(part.start, int)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from describe_cases import FAULTS, cache_of_rows, until
 from hlo import Program
+from jax.sharding import AxisType, PartitionSpec
 from plots import Axes
 from thin import parametrize
 from widths import too_wide
@@ -156,6 +157,41 @@ def test_how_much_a_step_writes(write, found):
     options = {"lengths": jnp.arange(4) * 9}
     findings = describe(treescan.mask_scan, cell, init, jnp.ones((40, 4, 16)), **options).findings
     assert [each.code for each in findings] == ["TS011"] * found
+
+
+def test_a_constant_is_found_where_what_a_step_runs_reads_it():
+    data, carry, xs = jnp.ones(1024), jnp.ones(1024), jnp.ones((100, 1024))
+    add = lambda h, data: jnp.cumsum(h) + data  # noqa: E731
+    ways = {
+        "a loop": lambda h, x: jax.lax.scan(lambda h, _: (add(h, data), None), h, None, length=2)[0],
+        "a branch": lambda h, x: jax.lax.cond(x[0] > 0, add, lambda h, _: h, h, data),
+        "a function that is compiled": lambda h, x: jax.jit(add)(h, data),
+    }
+    for way, step in ways.items():
+        assert [each.code for each in describe(treescan.fold, step, carry, xs).findings] == ["TS004"], way
+
+
+def test_a_constant_that_is_made_to_vary_over_devices_is_found():
+    """JAX marks it with an equation of its own, which reads it in place of the sum."""
+    mesh, spec, found = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,)), PartitionSpec("rows"), []
+
+    def run(data, carry, xs):
+        found.append(describe(treescan.fold, lambda h, x: h[::-1] + x + data, carry, xs))
+        return carry
+
+    whole = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), spec, PartitionSpec(None, "rows")), out_specs=spec)
+    jax.eval_shape(whole, jnp.ones(1024), jnp.ones(1024), jnp.ones((100, 1024)))
+    assert [each.code for each in found[0].findings] == ["TS004"]
+
+
+def test_loops_count_all_their_steps_and_branches_as_the_dearest():
+    bodies = {
+        20: lambda h, x: jax.lax.scan(lambda h, _: (h + x, None), h, None, length=5)[0],
+        9: lambda h, x: jax.lax.switch(1, [lambda: h + x, lambda: h * x + h]),  # and its index
+    }
+    for operations, body in bodies.items():
+        (finding,) = describe(treescan.fold, body, jnp.zeros(4), jnp.ones((3, 4))).findings
+        assert f"of about {operations} operations each" in finding.says
 
 
 REASONS = {

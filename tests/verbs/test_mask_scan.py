@@ -52,6 +52,29 @@ def test_shared_leaves_hold_while_no_row_is_valid_and_never_meet_a_stale_pair():
     np.testing.assert_allclose(grads[1], slopes @ [1, 1, 1 / 2, 1 / 4], rtol=1e-6)
 
 
+def test_padding_in_reverse_is_shown_the_pair_with_which_its_row_begins():
+    """sqrt(1 - |count - x|) is NaN unless x is the number of steps before. The last row has none, and borrows."""
+    lengths = np.array([4, 2, 0])
+    xs = jnp.where(np.arange(4)[:, None] < lengths, lengths - 1.0 - np.arange(4)[:, None], jnp.nan)
+
+    def total(scale):
+        body = lambda count, x: (count + 1, jnp.sqrt(scale - jnp.abs(count - x)))  # noqa: E731
+        return jnp.sum(treescan.mask_scan(body, jnp.zeros(3), xs, lengths=lengths, reverse=True)[1])
+
+    assert jax.grad(total)(1.0) == 6 * 0.5
+
+
+def test_what_no_step_changes_is_lent_to_a_row_without_any_step():
+    """Its own is 0, and divided by 0 its gradient would be NaN."""
+
+    def total(w):
+        body = lambda c, x: ({**c, "h": c["h"] + x / c["w"]}, None)  # noqa: E731
+        init, xs = {"h": jnp.zeros(2), "w": w}, jnp.ones((3, 2))
+        return jnp.sum(treescan.mask_scan(body, init, xs, lengths=jnp.array([2, 0]))[0]["h"])
+
+    assert jax.grad(total)(jnp.array([2.0, 0.0])).tolist() == [-0.5, 0.0]
+
+
 def test_xs_none_with_length_and_typed_keys_in_y():
     def body(carry, _):
         key = jax.vmap(jax.random.fold_in)(carry["key"], carry["n"])

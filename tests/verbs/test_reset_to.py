@@ -167,6 +167,16 @@ def test_none_in_an_init_stands_for_the_scans():
     assert_close(treescan.mask_scan(body, same, packed)[1], treescan.mask_scan(body, same, whole)[1])
 
 
+def test_a_sequence_without_an_init_of_a_leaf_begins_from_its_rows():
+    packed = treescan.pack([np.ones(2, np.float32)] * 4, rows=2, init=[{"h": 0.0, "n": None}] * 4)
+    first = np.array([10.0, 20.0], np.float32)
+    body = lambda c, x: ({"h": c["h"] + x, "n": c["n"] + x}, c["n"])  # noqa: E731
+    _, ys = treescan.mask_scan(body, {"h": jnp.zeros(2), "n": jnp.asarray(first)}, packed)
+    assert sorted(packed.index.row.tolist()) == [0, 0, 1, 1]
+    for row, own in zip(packed.index.row, treescan.unpack(packed, ys), strict=True):
+        npt.assert_array_equal(own, first[row] + np.arange(2))
+
+
 def test_inits_of_custom_carries_and_keys():
     of = jax.random.split(jax.random.key(0), 3)
     sequences = [np.ones(n, np.float32) for n in (2, 3, 1)]

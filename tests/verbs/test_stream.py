@@ -1,5 +1,6 @@
 """`stream` and `stream_parts` against one `scan` or `mask_scan` of the whole: equal to the last bit."""
 
+import dataclasses
 import gc
 import threading
 from collections.abc import Callable, Iterator
@@ -396,6 +397,36 @@ def test_a_generator_returns_what_stream_returns() -> None:
         equal(result, scan(rnn, inits()[rnn], XS, save="last"))
 
     assert len(list(all_of())) == 8
+
+
+def test_one_bar_for_the_whole_run() -> None:
+    told = list[Any]()
+
+    @dataclasses.dataclass(frozen=True)
+    class Meter(treescan.AbstractProgressMeter):
+        def init(self, label: str, total: int | None) -> str:
+            told.append((label, total))
+            return label
+
+        def step(self, bar: str, done: int, shown: Any) -> None:
+            told.append((done, shown))
+
+        def close(self, bar: str) -> None:
+            told.append(bar)
+
+    def count(n: Any, x: Any) -> Any:
+        return n + 1, None
+
+    for donate in (False, True):
+        bar = treescan.Progress(show=lambda n: {"n": n}, meter=Meter())
+        stream(count, jnp.int32(0), XS, chunk=15, progress=bar, donate=donate)
+        stream(count, jnp.int32(0), iter([XS[:15], XS[15:20]]), chunk=15, progress=bar, donate=donate)
+        stream(count, jnp.int32(0), XS, chunk=15, progress=bar, donate=donate, reverse=True)
+        forward = [("count", 37), (15, {"n": 15}), (30, {"n": 30}), (37, {"n": 37}), "count"]
+        endless = [("count", None), (15, {"n": 15}), (20, {"n": 20}), "count"]
+        backward = [("count", 37), (7, {"n": 7}), (22, {"n": 22}), (37, {"n": 37}), "count"]
+        assert told == [*forward, *endless, *backward]
+        told.clear()
 
 
 # what is raised by others

@@ -191,6 +191,25 @@ def test_weak_types_and_other_dtypes_come_back(tmp_path: Path) -> None:
     equal((carry, np.concatenate(parts)), (expected, ys))
 
 
+@pytest.mark.devices
+def test_a_carry_comes_back_to_its_devices(tmp_path: Path) -> None:
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    start = {"h": jax.device_put(jnp.zeros((8, F)), spread), "n": jnp.int32(0)}
+
+    def body(state: Any, x: Any) -> Any:
+        h = jnp.sin(state["h"] + x[None])
+        return {"h": h, "n": state["n"] + 1}, h.sum()
+
+    carry, _, parts = interrupted([15], body, start, XS, chunk=5, checkpoint=tmp_path)
+    assert carry["h"].sharding.is_equivalent_to(spread, 2)
+    expected, ys = scan(body, start, XS)
+    equal((carry, np.concatenate(parts)), (expected, ys))
+    again, _ = stream(body, start, XS, chunk=5, checkpoint=tmp_path)
+    assert again["h"].sharding.is_equivalent_to(spread, 2)
+    equal(again, expected)
+
+
 def test_another_program_is_refused(tmp_path: Path) -> None:
     def body(h: Any, x: Any) -> Any:
         return h + x.sum(), h
@@ -312,6 +331,7 @@ def test_a_run_that_is_killed_is_the_unbroken_one(kills: int, tmp_path: Path) ->
     equal(results(tmp_path), unbroken())
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     process = started(tmp_path, limit=300)
     _, error = process.communicate(timeout=120)

@@ -28,6 +28,24 @@ def test_runs_into_max_length(length):
     np.testing.assert_array_equal(result.ys, np.full(length, 5))
 
 
+def test_outputs_that_are_kept_at_several_distances():
+    save = {"often": 2, "seldom": 4}
+    ys = while_scan(lambda c: c < 99, lambda c, _: (c + 1, dict.fromkeys(save, c)), 0, max_length=12, save=save).ys
+    assert {name: y.tolist() for name, y in ys.items()} == {"often": [1, 3, 5, 7, 9, 11], "seldom": [3, 7, 11]}
+
+
+@pytest.mark.parametrize(("init", "traces"), [(0.0, 1), (jnp.zeros(()), 1), (0, 2)])
+def test_a_condition_is_traced_again_only_for_the_type_that_the_carry_takes_on(init, traces):
+    seen = []
+
+    def cond(c):
+        seen.append(jax.typeof(c).dtype)
+        return c < 2.75
+
+    assert while_scan(cond, lambda c, _: (c + 0.5, None), init, max_length=9).carry == 3.0
+    assert len(seen) == traces
+
+
 def test_an_element_without_steps_borrows_all_that_the_body_reads():
     """A leaf that no step changes, leaves that are given whole, and one that is closed over: NaN would come of each."""
     xs = jnp.linspace(0.5, 1.0, 5)

@@ -95,6 +95,14 @@ def test_values_and_gradients(compact, with_xs, reverse, save):
     assert_same(options, *given_of(6, xs=with_xs), compact=COMPACT[compact])
 
 
+def test_a_single_tier_beside_the_whole_batch():
+    left, xs = np.array([0, 3, 9, 1]), np.arange(36.0, dtype=np.float32).reshape(9, 4)
+    body = lambda c, x: ({"h": c["h"] + x, "left": c["left"] - 1}, None)  # noqa: E731
+    init = {"h": jnp.zeros(4), "left": jnp.asarray(left)}
+    carry = while_scan(goes_on, body, init, xs, compact=(2,)).carry
+    np.testing.assert_array_equal(carry["h"], np.where(np.arange(9)[:, None] < left, xs, 0).sum(0))
+
+
 def test_several_batch_axes():
     assert_same({}, *given_of(2, 3), compact=True)
 

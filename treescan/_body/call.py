@@ -415,11 +415,13 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
     raise BodyFault(says, *cures, rows=rows)
 
 
-def takes_keyword(body: Body, name: str) -> bool:
-    """Whether a body has a parameter of this name behind its first two, or passes it on to what it wraps."""
+def takes_keyword(body: Body, name: str, positional: int = 2) -> bool:
+    """Whether a body has a parameter of this name behind its first ones, or passes it on to what it wraps."""
     own = body.parameters or ()
     passes_on = any(p.kind is p.VAR_KEYWORD for p in own)
-    return _names_keyword(own, name) or (passes_on and _names_keyword(wrapped_parameters(body.function), name))
+    return any(
+        _names_keyword(of, name, positional) for of in (own, wrapped_parameters(body.function) if passes_on else ())
+    )
 
 
 def needs_keyword(body: Body, name: str) -> bool:
@@ -427,8 +429,8 @@ def needs_keyword(body: Body, name: str) -> bool:
     return any(p.name == name and p.default is p.empty for p in body.parameters or ())
 
 
-def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:
-    later = (p for i, p in enumerate(parameters) if i > 1 or p.kind is p.KEYWORD_ONLY)
+def _names_keyword(parameters: Iterable[inspect.Parameter], name: str, positional: int) -> bool:
+    later = (p for i, p in enumerate(parameters) if i >= positional or p.kind is p.KEYWORD_ONLY)
     return any(p.name == name and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in later)
 
 

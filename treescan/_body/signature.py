@@ -73,6 +73,7 @@ WITH_STATE = {
 }
 """The conventions of layers that have a state."""
 _OF_GROUPS = ("state", "variables", "rngs", "args", "broadcast")
+CHUNK_MAP = Convention("chunk_map", "chunk_map(f, xs, chunk_size)", ("chunk",), other="")
 LIFT = Convention("lift", 'lift(fn, variable_broadcast="params")', _OF_GROUPS, spread=True, pair=True, other="")
 
 

@@ -12,7 +12,6 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,31 +21,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._avals import PyTree, describe_argument, describe_leaf, is_key
+from .._checkpoint import Checkpoint
 from .._errors import CheckpointError, Fault, Misuse, Row, TypeMisuse, expect_int
-from .._text import named_fields
 from .._tree import leaves_with_path
 
 _LOCK = ".lock"
-
-
-@named_fields
-@dataclass(frozen=True)
-class Checkpoint:
-    """Where and how often a stream saves its state, for the option `checkpoint` of `treescan.stream`.
-
-    Attributes:
-        folder: the folder, which belongs to one run. It is made if it is not there.
-        every: how many parts there are from one checkpoint to the next.
-        keep: how many checkpoints are kept.
-
-    Examples:
-        >>> import treescan
-        >>> checkpoint = treescan.Checkpoint("run-1", every=100, keep=3)
-    """
-
-    folder: str | os.PathLike[str]
-    every: int = 1
-    keep: int = 2
 
 
 def check_checkpoint(given: Any) -> Checkpoint:

@@ -305,7 +305,8 @@ def _slice(leaf: Any, start: int, steps: int) -> Any:
     """Some steps of a leaf, read now: a copy, unless JAX holds it."""
     if isinstance(leaf, jax.Array):
         if is_key(leaf) or is_weak(leaf) or len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu":
-            return jax.lax.dynamic_slice_in_dim(leaf, start, steps)
+            is_whole = start == 0 and steps == leaf.shape[0]
+            return leaf if is_whole else jax.lax.dynamic_slice_in_dim(leaf, start, steps)
         leaf = np.asarray(leaf)
     return np.array(leaf[start : start + steps])
 

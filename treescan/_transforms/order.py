@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 ORDER = (
     Place(
-        ("OverAxes", "ComputeOnce", "Count", "OverRows", "EndEarly", "Prefetch"),
+        ("OverAxes", "InChunks", "ComputeOnce", "Count", "OverRows", "EndEarly", "Prefetch"),
         "They make what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
         "condition that sees the carry as it was given.",
     ),
@@ -43,6 +43,11 @@ ORDER = (
         "It is inside of what is recomputed, so that the recomputed step is cut too, and outside of the mask, so that "
         "the state that padding keeps is cut with its row.",
     ),
+    Place(
+        ("RecordOutputs",),
+        "It holds outputs in the state, and picks from those that the others keep. It is inside of what is recomputed, "
+        "which takes its step for the body's.",
+    ),
     Place(("KeepRows",), "It holds outputs in the state. No transform within may take them for the carry."),
     Place(("EndsOfSequences",), "It copies the state of a row where a sequence ends, with the outputs that are held."),
     Place(
@@ -50,6 +55,7 @@ ORDER = (
         "It puts the layers' own states beside the carry. No transform within may take them for it.",
     ),
     Place(("Recompute",), "It recomputes the step with all that an option adds to it."),
+    Place(("SumChunks",), "It carries sums that no step reads. A recomputed step need not save them."),
     Place(
         ("Skip",), "It cuts the loop into chunks. What a gradient recomputes of them depends on what `remat` asked for."
     ),

@@ -97,17 +97,24 @@ def check_save(save: Save) -> Prefix | None:
 def _check_keep(keep: Any) -> int | None:
     if keep is None:
         return None
+    if is_positions(keep):
+        return ALL  # of which `RecordOutputs` keeps some, and checks the positions
     if isinstance(keep, str) and keep in ("all", "last"):
         return ALL if keep == "all" else LAST
-    steps = None if isinstance(keep, np.ndarray) else exact_int(keep)
+    steps = exact_int(keep)
     if steps is None or steps < 1:
         raise Misuse(
-            '{verb} over {body}: `save` must be "all", "last", an int of at least 1 or None, got '
+            '{verb} over {body}: `save` must be "all", "last", an int of at least 1, positions or None, got '
             f"{describe_argument(keep)}.",
-            "An int k keeps the positions k-1, 2k-1 and so on, and None drops an output. Give one for all of y, or "
-            "a prefix tree of y. For other positions, keep all and index ys.",
+            "An int k keeps the positions k-1, 2k-1 and so on, and None drops an output. Other positions are a `range` "
+            "or a NumPy array: `np.array([4, 9, 99])`. Give one for all of y, or a prefix tree of y.",
         )
     return steps
+
+
+def is_positions(keep: Any) -> bool:
+    """Whether it is a sequence of positions; a number in an array of NumPy's is none."""
+    return isinstance(keep, range) or (isinstance(keep, np.ndarray) and keep.ndim > 0)
 
 
 def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:
@@ -121,7 +128,8 @@ def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:
     except PrefixMismatch as error:
         raise Misuse(
             f"{{verb}} over {{body}}: `save` is not a prefix of y: {error}.",
-            'Give "all", "last", a number or None for all of y, or a prefix tree of y with these.',
+            'Give "all", "last", a number or None for all of y, or a prefix tree of y with these. Positions are a '
+            "`range` or a NumPy array, `np.array([4, 9, 99])`: a list or a tuple is a tree.",
         ) from None
 
 

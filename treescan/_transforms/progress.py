@@ -34,7 +34,7 @@ def _expect(
     """Refuses a field of a `Progress` that is not of its kind."""
     if not holds:
         what = f"`{field}` of a `Progress` {kind}, got {describe_argument(given)}."
-        raise Fault(error, f"{{verb}} over {{body}}: {what}", cure)
+        raise Fault(error, f"{{call}}: {what}", cure)
 
 
 _SHOW = 'For example `show=lambda carry: {"loss": carry.loss}`.'
@@ -57,13 +57,27 @@ def check_shown(shown: Any) -> list[str]:
 
 def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
     """A `Progress` with a label and a meter; None: nothing is shown."""
+    checked = check_settings(progress)
+    if checked is None or checked.label is not None:
+        return checked
+    return dataclasses.replace(checked, label=label_of(body, verb))
+
+
+def label_of(body: Body, verb: str) -> str:
+    """The name of the body, or of the verb if it has none."""
+    name = getattr(body.function, "__name__", "<")
+    return verb if name.startswith("<") else name
+
+
+def check_settings(progress: Any) -> Progress | None:
+    """What the user said as a `Progress` with a meter; None: nothing is shown."""
     if progress is None or progress is False:
         return None
     if progress is True or isinstance(progress, str):
         progress = Progress(None if progress is True else progress)
     if not isinstance(progress, Progress):
         raise TypeMisuse(
-            "{verb} over {body}: `progress` must be True, a label, a `treescan.Progress` or None, got "
+            "{call}: `progress` must be True, a label, a `treescan.Progress` or None, got "
             f"{describe_argument(progress)}.",
             '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
             "it moves, and what is printed next to it.",
@@ -85,10 +99,7 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
         value = getattr(progress, name)
         cure = "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap."
         _expect(isinstance(value, bool), name, "is True or False", value, cure)
-    if label is None:
-        name = getattr(body.function, "__name__", "<")
-        label = verb if name.startswith("<") else name
-    return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
+    return dataclasses.replace(progress, updates=updates, meter=_check_meter(progress.meter))
 
 
 def refuse_backward(progress: Progress) -> None:
@@ -117,12 +128,12 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
         hash(meter)
     except TypeError:
         raise TypeMisuse(
-            f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is part of the program.",
+            f"{{call}}: the meter `{type(meter).__name__}` has no hash, but it is part of the program.",
             "Make its class a dataclass with `frozen=True`, and keep what belongs to a run in what `init` returns.",
         ) from None
     if isinstance(meter, Tqdm) and not has_tqdm():
         raise Misuse(
-            "{verb} over {body}: the meter is `Tqdm()`, but tqdm is not installed.",
+            "{call}: the meter is `Tqdm()`, but tqdm is not installed.",
             "`pip install tqdm` installs it. `treescan.Text()` needs nothing.",
         )
     return meter

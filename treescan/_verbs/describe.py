@@ -27,6 +27,7 @@ from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
 from .prepare import prepare
 from .prepare_layers import explain_traced, prepare_layers
+from .progress import silent
 from .scan import accumulate, fold, scan
 from .while_scan import while_scan
 
@@ -99,7 +100,8 @@ def plan_remat(
                 raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
             kind = SCAN_LAYERS if pair else FOLD_LAYERS
             blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, offset=offset, state=state)
-            return of_types(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
+            with silent():
+                return of_types(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
@@ -115,7 +117,8 @@ def plan_remat(
             found = plan_of(hoisted, None if picked == AUTO else picked)
             return dataclasses.replace(found, remat=AUTO) if picked == AUTO else found
 
-        return of_types(plan, call.given)
+        with silent():
+            return of_types(plan, call.given)
     except Exception as error:
         explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
@@ -172,7 +175,7 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
         from .._describe.gather import gather  # here, not above: only a description needs it
 
         call = _taking("describe", verb, args, options)
-        with jax.disable_jit(False):
+        with silent(), jax.disable_jit(False):
             return gather(verb.__name__, _VERBS[verb][0]["unit"], call(), options.get("remat"), call)
     except Exception as error:
         explained = _explained(error, verb, args, options)
@@ -247,7 +250,7 @@ def measure_remat(
         body = taken.program.call.body
         shown = check_progress(progress, body, "measure_remat")
         _refuse_details(shown)
-        with jax.disable_jit(False):
+        with silent(), jax.disable_jit(False):
             named = f"`{verb.__name__}` over {describe_body(body.function)}"
             return measure(named, call, lambda e: _explained(e, verb, args, options), chosen, seconds, shown)
     except Exception as error:
@@ -264,7 +267,11 @@ def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any])
             f"Pass the verb, and then the arguments of its call: `treescan.{own}(treescan.scan, step, init, xs)`.",
         )
 
-    return lambda *remat: take(verb, *args, **(options | ({"remat": remat[0]} if remat else {})))
+    def taken(*remat: RematLike | None) -> Taken:
+        with silent():
+            return take(verb, *args, **(options | ({"remat": remat[0]} if remat else {})))
+
+    return taken
 
 
 def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Exception:

@@ -17,8 +17,8 @@ from .._errors import Misuse, TypeMisuse, explain, in_own_words, verb
 from .._transforms.axes import Count
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
-from .._types import Carry, ForiOptions, KeyedIndexBody, KeyedRange, RangeOptions
-from .prepare import prepare, recomputing
+from .._types import Carry, ForiOptions, KeyedIndexBody, KeyedRange, RangeOptions, Returned
+from .prepare import prepare, recomputing, returned
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -46,6 +46,10 @@ def fori(
 def fori(
     lower: int | Array, upper: int | Array, f: KeyedIndexBody[Carry], init: Carry, **options: Unpack[KeyedRange]
 ) -> Carry: ...
+@overload
+def fori(
+    lower: Any, upper: Any, f: Callable[..., Any], init: Any, *, check_finite: Returned, **options: Any
+) -> Any: ...
 @verb
 def fori(
     lower: int | Array,
@@ -101,14 +105,15 @@ def fori(
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             call = prepare(FORI, f, init, length=most, **options)
             call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
-            return call.run(
+            result = call.run(
                 EndEarly(),
                 call.checking(checks, ends_early=True),
                 Mask.of(0),
                 KeepRows.of(None, 0),
                 Recompute.of(plan),
                 call.showing(progress),
-            )[0]
+            )
+            return returned(result, 0)
         low = check_bound(lower, "lower")
         length = max(check_bound(upper, "upper") - low, 0)
         if most is not None and length > most:
@@ -118,7 +123,8 @@ def fori(
                 "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
             )
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(Count(low), call.checking(checks), recomputing(remat), call.showing(progress))[0]
+        result = call.run(Count(low), call.checking(checks), recomputing(remat), call.showing(progress))
+        return returned(result, 0)
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)
     raise explained

@@ -24,7 +24,8 @@ from .._transforms.once import ComputeOnce
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
-from .prepare import Prepared, prepare, recomputing
+from .prepare import Prepared, prepare, recomputing, recording, refuse_report
+from .progress import silent
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
 """Of names: all or none of them, one, several, those for which a function is true, or all but some."""
@@ -282,6 +283,7 @@ def _prepare(
     is_once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
     wanted = Prefix.of(GroupOutputs(is_once, (False,) * len(roles.scanned_out), True))
     save = _saved(roles)
+    refuse_report(roles.check_finite)
     checking = prepared.checking(roles.check_finite)
     reading = None if again is None else lambda y, keys: again(y.broadcast, keys)
     once = ComputeOnce(wanted, prepared.over_axes, checking is not None, reading, _KEYS)
@@ -289,6 +291,7 @@ def _prepare(
         checking,
         MoveOutputs(static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)), check_save(save)),
         recomputing(roles.remat),
+        recording(save),
         KeepOutputs.of(save),
         prepared.showing(shown_as(roles.progress, carry_of)),
     )
@@ -330,7 +333,7 @@ def broadcast_of(
 ) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
     call, once, _ = _prepare(step, roles, groups, rngs, carry, args, None)
-    with call.call.scope():
+    with silent(), call.call.scope():
         return once.part(call.call.lay(call.given)).once.broadcast
 
 

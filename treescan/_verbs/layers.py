@@ -16,6 +16,7 @@ from .._types import (
     KeyedStack,
     KeyedWithOwn,
     LayersOptions,
+    Returned,
     SharedLayers,
     SharedStack,
     StackOptions,
@@ -107,6 +108,8 @@ def scan_layers(
     state: State,
     **options: Unpack[StackTurns],
 ) -> tuple[Carry, State, tuple[Any, ...]]: ...
+@overload
+def scan_layers(block: Any, x: Any, layers: Any, xs: Any = None, *, check_finite: Returned, **options: Any) -> Any: ...
 @verb
 def scan_layers(
     block: Any,
@@ -254,6 +257,8 @@ def fold_layers(
     state: State,
     **options: Unpack[Turns],
 ) -> tuple[Carry, State]: ...
+@overload
+def fold_layers(block: Any, x: Any, layers: Any, xs: Any = None, *, check_finite: Returned, **options: Any) -> Any: ...
 @verb
 def fold_layers(
     block: Any,
@@ -304,8 +309,8 @@ def fold_layers(
     """
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        x_and_state = prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, state=state, **options).run()[:-1]
-        return x_and_state[0] if state is None else x_and_state
+        parts = prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, state=state, **options).run()
+        return parts[0] if len(parts) == 1 else parts
     except Exception as error:
         explained = explain(explain_traced(error), "fold_layers", block, x, LAYER_WORDS)
     raise explained

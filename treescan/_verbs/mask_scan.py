@@ -14,8 +14,8 @@ from .._data.batch import Packed, Padded
 from .._errors import explain, in_own_words, verb
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import check_fill
-from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, ScanBody, ValidBody, X, Y
-from .prepare import RowPlan, row_axes, rows_of, run_scan
+from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, Returned, ScanBody, ValidBody, X, Y
+from .prepare import RowPlan, returned, row_axes, rows_of, run_scan
 
 Rows: TypeAlias = Padded[X] | Packed[X]
 """A batch of rows: xs that say of which lengths they are."""
@@ -58,6 +58,8 @@ def mask_scan(
 def mask_scan(
     f: ScanBody[Carry, Any, Y], init: Carry, xs: tuple[Rows[Any], *tuple[Any, ...]], **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(f: Callable[..., Any], init: Any, xs: Any = None, *, check_finite: Returned, **options: Any) -> Any: ...
 @verb
 def mask_scan(
     f: Callable[..., Any],
@@ -184,7 +186,7 @@ def mask_scan(
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
         rows = RowPlan(flags, *axes, time_axis, reset_to, fill, chunk, compact)
         options = {"in_axes": time_axis, "out_axes": time_axis, **options}
-        return run_scan(MASK_SCAN, f, init, xs, length, rows=rows, **options)
+        return returned(run_scan(MASK_SCAN, f, init, xs, length, rows=rows, **options))
     except Exception as error:
         explained = explain(in_own_words(error), "mask_scan", f, init)
     raise explained

@@ -23,7 +23,7 @@ from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.order import in_order
-from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
+from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
@@ -32,8 +32,9 @@ from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
-from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
+from .progress import shown_around, silent
 
 if TYPE_CHECKING:
     from .._transforms.progress import ShowProgress
@@ -189,7 +190,8 @@ class Prepared:
         return OverAxes(each) if any(axes is not None for axes in each) else None
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
-        """The transform of `progress`, or None if nothing is shown."""
+        """The transform of `progress`, or None if nothing is shown. None: what the context says."""
+        progress = shown_around(self.call) if progress is None else progress
         if progress is None or progress is False:
             return None
         from .._transforms.progress import ShowProgress
@@ -232,7 +234,7 @@ class Prepared:
                 roots,
             )
             told.append(about)
-        return (CheckCotangents if backward else CheckFinite)(tuple(told))
+        return (CheckCotangents if backward else CheckFinite)(tuple(told), value == "return")
 
     def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
@@ -243,7 +245,7 @@ class Prepared:
             donates: whether an eager call gives the arrays of `init` away; see `execute`.
 
         Returns:
-            The last state and ys; a `Result` if there is more.
+            The last state and ys; a `Result` if there is more. Its `evidence` is the report that the user gets.
         """
         program = Program(self.call, in_order(*transforms))
         if self.given.offset is not None:
@@ -255,12 +257,17 @@ class Prepared:
         programs = programs if self.cond is None else programs.joint(self.cond)
         faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
-        with in_reverse_alone(faults[-1] if faults else None):
+        with silent(), in_reverse_alone(faults[-1] if faults else None):
             if compiles:
                 result = execute(program, self.given, programs, moves=moves, donates=donates)
             else:
                 result = program(self.given)
-        if isinstance(result, Result) and result.evidence is not None:
+        if any(getattr(each, "returned", False) for each in program.transforms):
+            from .._transforms.finite.report import FiniteReport
+
+            result = Result(*result)
+            result = result._replace(evidence=FiniteReport.of(result.evidence or ()))
+        elif isinstance(result, Result) and result.evidence is not None:
             from .._transforms.finite.check import deliver
 
             deliver(result.evidence)
@@ -275,6 +282,19 @@ def recomputing(remat: Any) -> Transform | None:
     from .._transforms.remat import Recompute
 
     return Recompute.of(remat)
+
+
+def _has_positions(save: Save) -> bool:
+    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+
+
+def recording(save: Any) -> Transform | None:
+    """The transform of positions in `save`, or None if there are none."""
+    if not _has_positions(save):
+        return None
+    from .._transforms.positions import RecordOutputs
+
+    return RecordOutputs.of(save)
 
 
 def truncating(truncate: Any) -> Transform | None:
@@ -346,7 +366,7 @@ def prepare(
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
-    sees_valid = masked and takes_keyword(body, "valid")
+    sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
     passed = {"key": "the option `key`"} if key is not None else {}
     check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
     call = Call(
@@ -390,6 +410,25 @@ def restored(result: Any, call: Call, adopted: Adopted) -> Any:
     return result._replace(state=both[0], ys=both[1]) if isinstance(result, Result) else both
 
 
+def returned(result: Any, place: int | None = None) -> Any:
+    """The pair of a result, or one of the two, and a report of `check_finite` if there is one."""
+    part = result if place is None else result[place]
+    report = result.evidence if isinstance(result, Result) else None
+    if report is None:
+        return part
+    return (*result[:2], report) if place is None else (part, report)
+
+
+def refuse_report(check_finite: Any) -> None:
+    """Refuses a report of `check_finite` where the results have the form that flax gives them."""
+    if isinstance(check_finite, str) and check_finite == "return":
+        raise Misuse(
+            '{call}: `check_finite="return"` does not work here, because the results have the form that flax gives '
+            "them.",
+            "True raises an error.",
+        )
+
+
 _ZERO = Prefix.of(0)
 
 
@@ -424,7 +463,7 @@ class RowPlan(NamedTuple):
 
 
 def _without_refs(
-    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck
+    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck | Returned
 ) -> tuple[str, ...]:
     """Which of these options are given and need a body without mutable arrays."""
     given = {
@@ -450,11 +489,11 @@ def run_scan(
     save: Save = "all",
     truncate: int | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: FiniteCheck | Returned = False,
     donates: bool = False,
     **options: Any,
-) -> tuple[Any, Any]:
-    """Runs a scan.
+) -> Any:
+    """Runs a scan: its pair, or a `Result` with a report; see `returned`.
 
     Args:
         convention: how the verb calls the body, and what the body returns.
@@ -483,6 +522,10 @@ def run_scan(
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
     call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    if _has_positions(save):
+        from .._transforms.positions import with_strides
+
+        save = with_strides(save, call.call.length)
     if rows is None:
         return call.run(
             call.over_axes,
@@ -490,6 +533,7 @@ def run_scan(
             MoveOutputs.of(out_axes, save),
             recomputing(remat),
             truncating(truncate),
+            recording(save),
             KeepOutputs.of(save),
             call.showing(progress),
             donates=donates,
@@ -507,6 +551,7 @@ def run_scan(
         Mask(filled, repr(rows.fill)),
         *dividing(flags),
         truncating(truncate),
+        recording(save),
         KeepRows(kept, filled),
         recomputing(remat),
         Skip(rows.chunk, rows.compact),

@@ -36,7 +36,7 @@ from .._checks.arguments import (
 )
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
-from .._loop.loop import Body, Transform
+from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
 from .._remat import Remat
 from .._trace.hoist import hoist, is_smooth
@@ -45,7 +45,7 @@ from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, Save
 from ..carries._registry import Adopted, adopt
-from .prepare import Prepared, body_of, first_position
+from .prepare import Prepared, body_of, first_position, recording
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
@@ -351,15 +351,18 @@ class PreparedLayers:
     form: Callable[[list[PyTree]], PyTree]
 
     def run(self) -> tuple[Any, ...]:
-        """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
-        x, ys = self.prepared.run(*self.transforms)
+        """Runs the layers: what the last one returned, and what else there is of their states, outputs, a report."""
+        result = self.prepared.run(*self.transforms)
+        x, ys = result[:2]
         each, new = ys if self.prepared.call.others else (ys,), tuple[Any, ...]()
         if self.caches:
             pairs = zip(self.caches, each, strict=True)
             stacks = [jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(y.state)) for old, y in pairs]
             back = [adopted.restore(thaw_static(one)) for adopted, one in zip(self.states, stacks, strict=True)]
             new, each = (self.form(back),), tuple(y.y for y in each)
-        return x, *new, each if self.stacks.sequence else each[0]
+        outputs = (each if self.stacks.sequence else each[0],) if self.prepared.call.convention.pair else ()
+        report = (result.evidence,) if isinstance(result, Result) and result.evidence is not None else ()
+        return x, *new, *outputs, *report
 
     def plan(self, remat: Remat | None, given: Arguments) -> RematPlan:
         """What the gradient needs under this `remat`, and a plan where that is a budget."""
@@ -472,6 +475,7 @@ def _transforms(
         *within,
         prepared.checking(check_finite, layers=True),
         None if in_place else MoveOutputs.of(axes, saves),
+        recording(saves),
         KeepOutputs.of(saves),
         _showing(prepared, progress, ahead=gather is not None),
     )
@@ -491,7 +495,7 @@ def _showing(prepared: Prepared, progress: ProgressLike, *, ahead: bool) -> Show
     Raises:
         Fault: for an `ArgumentError` if weights are gathered ahead, or if several blocks are to have a bar backwards.
     """
-    shown, blocks = prepared.showing(progress), len(prepared.call.each)
+    shown, blocks = prepared.showing(False if ahead and progress is None else progress), len(prepared.call.each)
     if shown is not None and ahead:
         raise Misuse(
             "{call}: a loop with `prefetch` shows no `progress`: it is not cut into chunks.",

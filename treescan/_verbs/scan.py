@@ -24,12 +24,13 @@ from .._types import (
     RaggedFold,
     RaggedOptions,
     RematLike,
+    Returned,
     Save,
     ScanOptions,
     X,
     Y,
 )
-from .prepare import run_scan
+from .prepare import returned, run_scan
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 _OF_FOLDS = frozenset(Options.__annotations__) | {"lengths"}
@@ -77,6 +78,18 @@ def scan(
     unroll: int | bool = 1,
     **options: Unpack[KeyedScan],
 ) -> tuple[Carry, Y]: ...
+@overload
+def scan(
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    check_finite: Returned,
+    **options: Any,
+) -> Any: ...
 @verb
 def scan(
     f: Callable[..., Any],
@@ -96,9 +109,9 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: FiniteCheck | Returned = False,
     **unknown: Any,
-) -> tuple[Any, Any]:
+) -> Any:
     """Scans a function over the steps of `xs`, carrying state from step to step.
 
     A drop-in replacement for `jax.lax.scan`. The first seven parameters are the same, and without further options both
@@ -135,7 +148,9 @@ def scan(
             step saves, the number of levels, a budget in bytes, or another memory for carries.
         save: which ys to keep (a prefix tree of y). "all" keeps every y. "last" keeps the y of the last step that runs,
             without an axis of steps; it is 0 if there is no step. A number k keeps every k-th y, at the positions k-1,
-            2k-1 and so on, also in reverse. None keeps nothing. Work that only a dropped output needs is skipped.
+            2k-1 and so on, also in reverse. A `range` or a NumPy array, `np.array([4, 9, 99])`, keeps y at these
+            positions, `[K, ...]`; the steps between compute it too. None keeps nothing. Work that only an output needs
+            which k, "last" or None drops is skipped.
         truncate: the gradient of the carry is cut at the positions that are multiples of this number, also in reverse:
             truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
             constants of the loop, and are not cut.
@@ -148,9 +163,11 @@ def scan(
             carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
             infinity that the carry had before the step is allowed. "backward" checks the cotangents of the carry
             instead, in reverse mode: a NaN or an infinity that the gradient makes on its way back through a step.
+            "return" raises nothing. It returns a `treescan.FiniteReport` behind the other results, without a callback.
 
     Returns:
-        The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`.
+        The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`. With
+        `check_finite="return"` a third item, the report.
 
     Raises:
         ArgumentError: if an argument is out of range, conflicts with another, or does not fit xs.
@@ -171,7 +188,7 @@ def scan(
     try:
         check_options(unknown, _ACCEPTED, {})
         lowering = (("_split_transpose", True),) if _split_transpose else ()
-        return run_scan(
+        result = run_scan(
             SCAN,
             f,
             init,
@@ -191,6 +208,7 @@ def scan(
             check_finite=check_finite,
             lowering=lowering,
         )
+        return returned(result)
     except Exception as error:
         explained = explain(error, "scan", f, init)
     raise explained
@@ -212,6 +230,16 @@ def fold(
 def fold(
     f: KeyedFoldBody[Carry, None], init: Carry, xs: None = None, length: int | None = None, **options: Unpack[KeyedFold]
 ) -> Carry: ...
+@overload
+def fold(
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    check_finite: Returned,
+    **options: Any,
+) -> Any: ...
 @verb
 def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
     """Folds `xs` into one value: a scan whose body returns only the carry.
@@ -247,7 +275,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
     """
     try:
         check_options(options, _OF_FOLDS - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        return run_scan(FOLD, f, init, xs, length, **options)[0]
+        return returned(run_scan(FOLD, f, init, xs, length, **options), 0)
     except Exception as error:
         explained = explain(in_own_words(error), "fold", f, init)
     raise explained
@@ -269,6 +297,16 @@ def accumulate(
 def accumulate(
     f: KeyedFoldBody[Carry, None], init: Carry, xs: None = None, length: int | None = None, **options: Unpack[KeyedRows]
 ) -> Carry: ...
+@overload
+def accumulate(
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    check_finite: Returned,
+    **options: Any,
+) -> Any: ...
 @verb
 def accumulate(
     f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any
@@ -306,7 +344,7 @@ def accumulate(
     """
     try:
         check_options(options, _OF_FOLDS, {})
-        return run_scan(ACCUMULATE, f, init, xs, length, **options)[1]
+        return returned(run_scan(ACCUMULATE, f, init, xs, length, **options), 1)
     except Exception as error:
         explained = explain(in_own_words(error), "accumulate", f, init)
     raise explained

@@ -23,6 +23,7 @@ from .._transforms.outputs import check_save
 from .._tree import Prefix, leaves_with_path
 from .._types import (
     Carry,
+    CheckpointLike,
     FiniteCheck,
     KeyedBody,
     KeyedStream,
@@ -143,7 +144,7 @@ def stream(
     reverse: bool = False,
     unroll: int | bool = 1,
     on_part: Callable[[Part[Any, Any]], object] | None = None,
-    checkpoint: Any = None,
+    checkpoint: CheckpointLike = None,
     prefetch: int = 1,
     donate: bool | None = None,
     progress: ProgressLike = None,
@@ -352,7 +353,7 @@ def _run_of(
     length: int | None = None,
     lengths: ArrayLike | None = None,
     remainder: Literal["run", "mask"] = "run",
-    checkpoint: Any = None,
+    checkpoint: CheckpointLike = None,
     prefetch: int = 1,
     donate: bool = False,
     progress: ProgressLike = None,

@@ -30,6 +30,7 @@ from .._types import (
     KeyedXs,
     ProgressLike,
     RematLike,
+    Returned,
     Save,
     ScanBody,
     ValidBody,
@@ -39,7 +40,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import prepare, refuse_batches, row_axes
+from .prepare import prepare, recording, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -109,6 +110,10 @@ def while_scan(
 def while_scan(
     cond: Cond[Carry], f: KeyedValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[KeyedNone]
 ) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Any], f: Callable[..., Any], init: Any, xs: Any = None, *, check_finite: Returned, **options: Any
+) -> Any: ...
 @verb
 def while_scan(
     cond: Callable[[Any], Any],
@@ -125,9 +130,9 @@ def while_scan(
     y_axes: Axes = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: FiniteCheck | Returned = False,
     **options: Any,
-) -> WhileResult[Any, Any]:
+) -> Any:
     """Scans while a condition on the carry is true; differentiable both ways, at the cost of the steps that are taken.
 
     Steps that are not taken are not run, in the forward or the backward pass. The gradient computes each step that was
@@ -239,11 +244,13 @@ def while_scan(
             call.checking(check_finite, ends_early=True),
             MoveOutputs.of(out_axes, save),
             Mask.of(filled),
+            recording(save),
             KeepRows.of(check_save(save), filled),
             Recompute.of(plan),
             call.showing(progress),
         )
-        return WhileResult(result.state, result.ys, result.steps, result.stopped)
+        found = WhileResult(result.state, result.ys, result.steps, result.stopped)
+        return found if result.evidence is None else (found, result.evidence)
     except Exception as error:
         explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained

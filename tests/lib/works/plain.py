@@ -60,7 +60,9 @@ def kept(ys: Sequence[Any], last: Any, save: Any, out_axes: Any) -> Any:
     found = []
     for n, (kind, axis) in enumerate(zip(kinds, spread(out_axes, last), strict=True)):
         steps = [jax.tree.leaves(y)[n] for y in ys]
-        if kind == "last":
+        if isinstance(kind, range | np.ndarray):
+            found.append(stack([steps[position] for position in kind], jax.tree.leaves(last)[n], axis))
+        elif kind == "last":
             found.append(jax.tree.leaves(last)[n])
         elif kind is None:
             found.append(None)

@@ -32,14 +32,14 @@ def looks_backward(value: Any) -> bool:
     Raises:
         Fault: for an `ArgumentTypeError` if it is not what `check_finite` takes.
     """
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, str) and value == "backward":
-        return True
+    if isinstance(value, bool | str) and value in (True, False, "return", "backward"):
+        return value == "backward"
     raise Fault(
         ArgumentTypeError,
-        f'{{verb}} over {{body}}: `check_finite` is True, False or "backward", got {describe_argument(value)}.',
-        'True looks at the carry after each step, and "backward" at its cotangents.',
+        '{verb} over {body}: `check_finite` is True, False, "return" or "backward", got '
+        f"{describe_argument(value)}.",
+        'True looks at the carry after each step, and "return" does so too, but returns a report in place of an error. '
+        '"backward" looks at the cotangents of the carry. No result can report of these.',
     )
 
 
@@ -262,7 +262,7 @@ class About(NamedTuple):
 
 
 @jtu.register_static
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Case:
     """What is static of the evidence: the operations of a step, and what its leaves are called.
 

@@ -126,9 +126,11 @@ class Check(abc.ABC):
 
     Attributes:
         each: the words for messages about each of the loops that take turns.
+        returned: whether what was found is returned to the user, who decides what becomes of it.
     """
 
     each: tuple[About, ...]
+    returned: bool = False
     moves = True
 
     @property

@@ -27,6 +27,9 @@ MOST_TIERS, MOST_EQUATIONS = 7, 100
 """The largest number of tiers of `compact=True`, and the equations of a step from which on there are three. The body is
 compiled once for each, and a large one takes seconds."""
 
+LARGE_PARTS = (1, 2, 16)
+"""What the batch is divided by for the tiers of such a step: chosen with `benchmarks/tiers.py`."""
+
 _OF_ROWS = ("valid", "reset", "cut", "end")
 """What a step is fed that has rows, beside x."""
 
@@ -127,10 +130,10 @@ def spread_tiers(rows: int) -> tuple[int, ...]:
 
 
 def fewer_tiers(tiers: tuple[int, ...], jaxpr: Any) -> tuple[int, ...]:
-    """The tiers that are left if the step, an open jaxpr, is large: the batch, a quarter and a sixteenth of it."""
+    """The tiers that are left if the step, an open jaxpr, is large: the batch, a half and a sixteenth of it."""
     if sum(1 for _ in equations_within(jaxpr)) <= MOST_EQUATIONS:
         return tiers
-    return tuple(sorted({math.ceil(tiers[-1] / part) for part in (1, 4, 16)}))
+    return tuple(sorted({math.ceil(tiers[-1] / part) for part in LARGE_PARTS}))
 
 
 def _within(tiers: tuple[int, ...], rows: int) -> list[int]:

@@ -297,7 +297,7 @@ def plan_chunks(loop: Loop) -> Chunks:
     size, inner = (sizes[-1], sizes[:-1]) if sizes else (chosen, ())
     if stride > 1:
         size = min(-(-size // stride), length // stride) * stride
-        sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
+        sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)])
         inner = tuple(other for other in sizes if other > stride)
     return Chunks(size, -(-length // size), stride, inner, loop.remat)
 

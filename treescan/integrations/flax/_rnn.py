@@ -25,6 +25,7 @@ from ..._tree import Root, leaves_with_path, named_roots
 from ..._types import FiniteCheck, ProgressLike, RematLike
 from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
+from ..._verbs.prepare import refuse_report
 from ..._verbs.scan import scan
 from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
 
@@ -80,6 +81,7 @@ def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_ax
     """
     named, initializing = type(rnn.cell).__call__, rnn.is_initializing()
     try:
+        refuse_report(rnn.check_finite)
         into, out = axes_of(rnn.variable_axes)
     except Fault as error:
         raise explain(error, _NAME, named) from None

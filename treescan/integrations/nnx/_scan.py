@@ -14,6 +14,7 @@ from ..._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, expect, expla
 from ..._progress import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, FiniteCheck, ProgressLike, RematLike
+from ..._verbs.prepare import refuse_report
 from ._named import by_name
 from ._roles import axes_of, check_axes
 from ._step import ModuleStep, ValueStep
@@ -156,6 +157,7 @@ def _scanning(
 ) -> Callable[..., Any]:
     """The function that scans."""
     check_callable(f, "scan(step)")
+    refuse_report(options["check_finite"])
     _refuse_method(f)
     graph = _check_mode("graph", graph, "set_graph_mode")
     updates = _check_mode("graph_updates", graph_updates, "set_graph_updates") and graph

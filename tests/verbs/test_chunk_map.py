@@ -1,0 +1,267 @@
+"""`chunk_map` against the function on all entries at once, against a Python loop, and against `jax.lax.map`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bars import Recorder, steps_of
+from hypothesis import given, settings, strategies as st
+from loops import array
+from oracle import assert_close
+from thin import everyday
+from traces import Counted, compilations
+
+import treescan
+from treescan import Remat, chunk_map
+
+AXES = {"in_axes": ({"a": 0, "b": 1}, None), "out_axes": (0, -1)}
+
+
+def outputs(xs):
+    """Of entries along the second axis of `b`."""
+    x, w = xs
+    h = jnp.tanh(x["a"] @ w)
+    return h, x["b"] * jnp.sum(h, axis=1)[None]
+
+
+def masked_outputs(xs, *, valid):
+    x, _ = xs
+    assert valid.shape == x["a"].shape[:1]
+    return outputs(xs)
+
+
+def total(xs, valid=None):
+    x, w = xs
+    h = jnp.tanh(x["a"] @ w) * x["b"].T
+    return {"sum": jnp.sum(h if valid is None else jnp.where(valid[:, None], h, 0)), "w": jnp.cos(w)}
+
+
+def total_of_all(xs):
+    return total(xs)
+
+
+def by_hand(xs, size):
+    """The sum over chunks, one after the other."""
+    x, w = xs
+    n = len(x["a"])
+    parts = [total(({"a": x["a"][i : i + size], "b": x["b"][:, i : i + size]}, w)) for i in range(0, n, size)]
+    return jax.tree.map(lambda *leaves: sum(leaves), *parts)
+
+
+def inputs(n):
+    return {"a": array(n, 3, seed=1), "b": array(4, n, seed=2)}, array(3, 4, seed=3)
+
+
+def derivative(function, *args):
+    def scalar(*args):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*args)))
+
+    return jax.value_and_grad(scalar)(*args)
+
+
+def mapped(function, *args):
+    return jax.vmap(function)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), args))
+
+
+MODES = {
+    "eager": lambda f, *args: f(*args),
+    "vmap of grad": lambda f, *args: mapped(functools.partial(derivative, f), *args),
+    "jvp": lambda f, *args: jax.jvp(f, args, args),
+    "grad": derivative,
+    "vmap": mapped,
+    "grad of grad": lambda f, *args: derivative(lambda *args: derivative(f, *args)[1], *args),
+}
+CASES = [(mode, masked, n) for mode in MODES for masked in (False, True) for n in (7, 6, 2)]
+
+
+@pytest.mark.parametrize(("mode", "masked", "n"), everyday(CASES))
+def test_is_the_function_on_all_entries(mode, masked, n):
+    f = masked_outputs if masked else outputs
+    got, expected = (
+        jax.jit(functools.partial(MODES[mode], run)) for run in (lambda xs: chunk_map(f, xs, 3, **AXES), outputs)
+    )
+    assert_close(got(inputs(n)), expected(inputs(n)))
+
+
+@pytest.mark.parametrize(("mode", "masked", "n"), everyday(CASES))
+def test_sums(mode, masked, n):
+    f, options = total if masked else total_of_all, {"in_axes": AXES["in_axes"], "reduce": "sum"}
+    runs = (lambda xs: chunk_map(f, xs, 3, **options), lambda xs: by_hand(xs, 3))
+    got, expected = (jax.jit(functools.partial(MODES[mode], run)) for run in runs)
+    assert_close(got(inputs(n)), expected(inputs(n)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("n", [0, 2, 5])
+def test_without_jit(masked, n):
+    def square(x, valid=None):
+        return x * x
+
+    def add(x, valid=None):
+        return jnp.sum(x if valid is None else jnp.where(valid, x, 0))
+
+    xs, which = jnp.arange(n), (lambda f: f) if masked else (lambda f: lambda x: f(x))
+    with jax.disable_jit():
+        squares, added = chunk_map(which(square), xs, 3), chunk_map(which(add), xs, 3, reduce="sum")
+    assert_close((squares, added), (xs * xs, jnp.sum(xs)))
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.integers(0, 9), st.integers(1, 11), st.booleans())
+def test_any_number_and_size(n, size, masked):
+    xs = np.arange(2 * n, dtype=np.int32).reshape(n, 2)
+
+    def square(x, valid=None):
+        assert (valid is None) is not masked and 0 < len(x) <= size
+        return x * x, x[:, :1]
+
+    def add(x, valid=None):
+        return jnp.sum(x if valid is None else jnp.where(valid[:, None], x, 0))
+
+    def called(f):
+        return (lambda x, valid: f(x, valid)) if masked else (lambda x: f(x))
+
+    with jax.disable_jit():
+        got = chunk_map(called(square), xs, size), chunk_map(called(add), xs, size, reduce="sum")
+    assert_close(jax.tree.map(np.asarray, got), ((xs * xs, xs[:, :1]), np.sum(xs, dtype=xs.dtype)))
+
+
+def test_copies_of_an_entry_are_the_padding():
+    """Not zeros: their logarithm would spoil the gradient of what all chunks share."""
+
+    def log(x, w, valid):
+        return jnp.sum(jnp.where(valid, jnp.log(x) * w, 0))
+
+    def run(x, w):
+        return chunk_map(lambda x, valid: log(x, w, valid), x, 3, reduce="sum")
+
+    x = 1 + jnp.arange(4.0)
+    got, expected = jax.grad(run, (0, 1))(x, 2.0), jax.grad(lambda x, w: jnp.sum(jnp.log(x) * w), (0, 1))(x, 2.0)
+    assert_close(got, expected)
+
+
+PLANS = [None, "step", "nested", Remat(levels=3), Remat("everything_saveable", levels=2), Remat.fit(100_000)]
+
+
+@pytest.mark.parametrize(("remat", "reduce"), everyday([(plan, reduce) for plan in PLANS for reduce in ("sum", None)]))
+def test_plans_of_memory_change_nothing(remat, reduce):
+    def plain(xs):
+        x, w = xs
+        h = jnp.tanh(x @ w)
+        return h if reduce is None else jnp.sum(h.reshape(-1, 2, 4), axis=0)
+
+    def run(xs):
+        x, w = xs
+        return chunk_map(lambda x: jnp.tanh(x @ w), x, 2, remat=remat, reduce=reduce)
+
+    xs = array(40, 3, seed=1), array(3, 4, seed=3)
+    assert_close(*(jax.jit(functools.partial(derivative, f))(xs) for f in (run, plain)))
+
+
+def test_other_leaves():
+    """Keys, functions and numbers in xs, and keys among the results."""
+
+    def draw(xs):
+        h = jax.vmap(jax.random.normal)(xs["keys"]) * xs["scale"]
+        return {"h": xs["f"](h), "next": xs["keys"], "n": jnp.ones(xs["keys"].shape, jnp.int8)}
+
+    xs = {"keys": jax.random.split(jax.random.key(0), 5), "scale": 2.0, "f": jnp.sin}
+    assert_close(chunk_map(draw, xs, 2, in_axes={"keys": 0, "scale": None, "f": None}), draw(xs))
+
+
+def test_numbers_and_nothing():
+    assert_close(chunk_map(lambda x: (2.0, 1), jnp.ones(5), 2, reduce="sum"), (jnp.array(6.0), jnp.array(3)))
+    assert chunk_map(lambda x: None, jnp.ones(5), 2) is None
+
+
+def test_like_lax_map():
+    def each(x):
+        return jnp.sin(x) @ x
+
+    xs = array(11, 3)
+    assert_close(chunk_map(jax.vmap(each), xs, 4), jax.lax.map(each, xs, batch_size=4))
+
+
+@pytest.mark.parametrize(
+    ("n", "size", "masked", "traces"), [(6, 3, False, 1), (7, 3, False, 2), (7, 3, True, 1), (2, 3, False, 1)]
+)
+@pytest.mark.parametrize("reduce", [None, "sum"])
+def test_traces(n, size, masked, traces, reduce):
+    def body(x, valid=None):
+        return jnp.sum(x) if reduce else jnp.sin(x)
+
+    counted = Counted(body if masked else lambda x: body(x))
+    run = jax.jit(jax.grad(lambda x: jnp.sum(chunk_map(counted.body, x, size, reduce=reduce))))
+    xs = jnp.ones(n)
+    assert counted.traces(lambda _: run(xs)) == traces
+    chunk_map(counted.body, xs, size, reduce=reduce)
+    assert compilations(lambda: chunk_map(counted.body, xs, size, reduce=reduce)) == []
+
+
+def test_progress_counts_chunks():
+    progress = treescan.Progress("map", updates=3, meter=Recorder())
+    assert steps_of(lambda: chunk_map(jnp.sin, jnp.ones(7), 2, progress=progress)) == (3, [1, 2, 3])
+
+
+# A loss over a vocabulary
+
+TOKENS, FEATURES, VOCABULARY = 4000, 64, 1000
+LOGITS, WEIGHTS, HIDDEN = 4 * TOKENS * VOCABULARY, 4 * FEATURES * VOCABULARY, 4 * TOKENS * FEATURES
+
+
+def cross_entropy(h, targets, w):
+    logits = h @ w
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - jnp.take_along_axis(logits, targets[:, None], 1)[:, 0])
+
+
+def in_chunks(h, targets, w, size=500, **options):
+    return chunk_map(lambda x: cross_entropy(*x, w), (h, targets), size, reduce="sum", **options)
+
+
+def by_lax_map(h, targets, w, size=500):
+    cut = jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), (h, targets))
+    return jnp.sum(jax.lax.map(jax.checkpoint(lambda x: cross_entropy(*x, w), prevent_cse=False), cut))
+
+
+def fused(h, targets, w):
+    """The loss and the weights' gradient in one pass: no gradient of the loop is taken."""
+    return chunk_map(lambda x: jax.value_and_grad(cross_entropy, 2)(*x, w), (h, targets), 500, reduce="sum")
+
+
+def temporaries(function):
+    types = jax.ShapeDtypeStruct((TOKENS, FEATURES), "f4"), jax.ShapeDtypeStruct((TOKENS,), "i4")
+    compiled = jax.jit(function).lower(*types, jax.ShapeDtypeStruct((FEATURES, VOCABULARY), "f4")).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def of_gradient(function, **options):
+    return temporaries(jax.value_and_grad(functools.partial(function, **options), (0, 2)))
+
+
+def test_memory_of_a_vocabulary():
+    """Without chunks two arrays of logits; with eight chunks, two of a chunk's."""
+    whole, hand, ours = map(of_gradient, (cross_entropy, by_lax_map, in_chunks))
+    assert whole > 1.9 * LOGITS
+    assert ours <= 1.01 * hand
+    assert ours < 2.1 * LOGITS / 8 + WEIGHTS
+    assert of_gradient(in_chunks, remat=None) > LOGITS  # which the default does not save
+    assert temporaries(fused) < 2.1 * LOGITS / 8 + WEIGHTS
+
+
+def test_memory_of_a_remainder():
+    """Its logits are alive at most beside those of one chunk. To cut the hidden states in two copies them."""
+    assert of_gradient(in_chunks, size=600) < 2.1 * LOGITS * (600 + 400) / 4000 + WEIGHTS + 2.4 * HIDDEN
+
+
+def test_values_of_a_vocabulary():
+    h, w = array(100, 8, seed=1), array(8, 20, seed=2)
+    targets = jnp.asarray(np.random.default_rng(3).integers(0, 20, 100), jnp.int32)
+    expected = jax.value_and_grad(cross_entropy, (0, 2))(h, targets, w)
+    for f in (functools.partial(in_chunks, size=30), functools.partial(by_lax_map, size=25)):
+        assert_close(jax.jit(jax.value_and_grad(f, (0, 2)))(h, targets, w), expected)
+    loss, dw = jax.jit(
+        lambda h: chunk_map(lambda x: jax.value_and_grad(cross_entropy, 2)(*x, w), (h, targets), 30, reduce="sum")
+    )(h)
+    assert_close((loss, dw), (expected[0], expected[1][1]))
