@@ -120,6 +120,7 @@ case()(
     save_with_an_offset_between=lambda one: scan(step, one, XS, save=2, offset=3),
     save_with_a_traced_offset=lambda one: jax.jit(lambda at: scan(step, one, XS, save=2, offset=at))(4),
     save_with_an_offset_between_rounds=lambda one: scan_layers([local, local], one, [XS, XS], save=2, offset=2),
+    save_positions_with_an_offset=lambda one: scan(step, one, XS, save=np.array([1, 2]), offset=3),
     truncate_with_an_offset_in_reverse=lambda one: scan(step, one, XS, truncate=2, offset=3, reverse=True),
     truncate_zero=lambda one: scan(step, one, XS, truncate=0),
     truncate_true=lambda one: scan(step, one, XS, truncate=True),

@@ -51,6 +51,11 @@ def refuse_options(program: Program, given: Arguments) -> None:
     for transform in program.transforms:
         if isinstance(transform, Truncate):
             _refuse_truncate(given.rows, reverse=program.call.reverse)
+        if getattr(transform, "has_positions", False):
+            raise Misuse(
+                "{call}: `save` with positions cannot be combined with `offset`: they may be those of another part.",
+                "Keep all outputs of the part, and index them.",
+            )
         if isinstance(transform, KeepRows) and HOLD in transform.fill.leaves:
             raise Misuse(
                 '{call}: `fill="hold"` cannot be combined with `offset`: the last y of a row may be in another part.',

@@ -129,6 +129,7 @@ class RecordOutputs:
 
     save: Prefix
     moves = True
+    has_positions = True
 
     @classmethod
     def of(cls, save: Any) -> RecordOutputs:

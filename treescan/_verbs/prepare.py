@@ -236,6 +236,14 @@ class Prepared:
             told.append(about)
         return (CheckCotangents if backward else CheckFinite)(tuple(told), value == "return")
 
+    def strided(self, save: Save) -> Save:
+        """What `save` says, with a number in place of positions that are those of every k-th output."""
+        if self.given.offset is not None or not _has_positions(save):
+            return save
+        from .._transforms.positions import with_strides
+
+        return with_strides(save, self.call.length)
+
     def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
 
@@ -522,10 +530,7 @@ def run_scan(
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
     call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
-    if _has_positions(save):
-        from .._transforms.positions import with_strides
-
-        save = with_strides(save, call.call.length)
+    save = call.strided(save)
     if rows is None:
         return call.run(
             call.over_axes,
