@@ -13,6 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treescan
@@ -29,31 +30,35 @@ jax.distributed.initialize(
 
 # --8<-- [start:program]
 BATCHES, STEPS, ROWS, WIDTH = 60, 20, 8, 4
-mine = ROWS // jax.process_count()  # rows of this process
+share = ROWS // int(count)
+mine = slice(int(number) * share, (int(number) + 1) * share)
 mesh = jax.make_mesh(
     (jax.device_count(),), ("data",), axis_types=(AxisType.Auto,)
 )
 
 
-def put(local, *spec):
+def put(local: np.ndarray, *spec: str | None) -> Array:
     """A global array, of which each process gives its own rows."""
     return jax.make_array_from_process_local_data(
         NamedSharding(mesh, P(*spec)), local
     )
 
 
-def read(start, n):
+def read(start: int, n: int) -> tuple[Array, Array]:
     """Batches from `start` on: every process reads its own rows."""
-    draw = np.random.default_rng((start, jax.process_index()))
-    xs = draw.normal(size=(n, STEPS, mine, WIDTH)).astype(np.float32)
-    lengths = draw.integers(1, STEPS + 1, size=(n, mine), dtype=np.int32)
-    return put(xs, None, None, "data"), put(lengths, None, "data")
+    draw = np.random.default_rng(start)
+    xs = draw.normal(size=(n, STEPS, ROWS, WIDTH)).astype(np.float32)
+    lengths = draw.integers(1, STEPS + 1, (n, ROWS), dtype=np.int32)
+    return (
+        put(xs[:, :, mine], None, None, "data"),
+        put(lengths[:, mine], None, "data"),
+    )
 
 
-def loss(w, xs, lengths):
+def loss(w: Array, xs: Array, lengths: Array) -> Array:
     """How far the sums that the loop computes are from those of the rows."""
 
-    def step(h, x):
+    def step(h: Array, x: Array) -> tuple[Array, None]:
         return h + x @ w, None
 
     h0 = jnp.zeros((ROWS, WIDTH))
@@ -63,13 +68,14 @@ def loss(w, xs, lengths):
     return jnp.mean((h - sums) ** 2 / lengths[:, None])
 
 
-def train(w, batch):
+def train(w: Array, batch: tuple[Array, Array]) -> tuple[Array, Array]:
     value, gradient = jax.value_and_grad(loss)(w, *batch)
     return w - 0.1 * gradient, value
 
 
-w = np.zeros((WIDTH, WIDTH), np.float32)
-w = jax.device_put(w, NamedSharding(mesh, P()))  # the same on all devices
+w: Array = jax.device_put(  # the same on all devices
+    np.zeros((WIDTH, WIDTH), np.float32), NamedSharding(mesh, P())
+)
 w, value = treescan.stream(
     train,
     w,

@@ -1,4 +1,4 @@
-"""What `test_process_killed.py` runs in several processes: a long stream with checkpoints, until one is killed."""
+"""What `test_process_killed.py` runs in several processes: a long stream with checkpoints, until one dies."""
 
 import time
 from typing import Any
@@ -22,7 +22,9 @@ def step(h: Any, x: Any) -> Any:
 
 
 def main() -> None:
-    number, count, (folder, pause) = join(heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=HEARTBEAT)
+    number, count, (folder, pause, fails) = join(
+        heartbeat_timeout_seconds=HEARTBEAT, shutdown_timeout_seconds=HEARTBEAT
+    )
     mesh = jax.make_mesh((jax.device_count(),), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     mine = np.array_split(np.arange(B), count)[number]
 
@@ -35,6 +37,8 @@ def main() -> None:
     def on_part(part: treescan.Part[Any, Any]) -> None:
         time.sleep(float(pause))
         print("part", part.start, flush=True)
+        if part.start == 4 * CHUNK and number == int(fails):
+            raise ValueError
 
     print("begins", flush=True)
     try:

@@ -12,6 +12,7 @@ from processes import Processes, printed_by_each, started
 
 PROGRAM = process_killed.__file__
 ENDED = "JAX distributed service detected fatal errors"
+NONE = -1  # the number of the process that raises an error alone
 STARTS, ENDS = 200, HEARTBEAT + 30
 """Limits in seconds, for a busy machine: to start, and to have heard of the other's end."""
 
@@ -24,7 +25,7 @@ def assert_went_on(folder: Path, count: int, at_least: int) -> None:
     """The rest runs the same program from where the checkpoint is, to the numbers of an unbroken run."""
     h, _ = jax.lax.scan(step, INIT, XS)
     expected = float(np.abs(h).sum()), float((np.asarray(h) ** 3).sum())
-    for lines in printed_by_each(PROGRAM, folder, 0, count=count, seconds=STARTS):
+    for lines in printed_by_each(PROGRAM, folder, 0, NONE, count=count, seconds=STARTS):
         starts = starts_of(lines)
         assert starts == list(range(starts[0], T, CHUNK)) and starts[0] >= at_least
         (ends,) = [line.split()[1:] for line in lines if line.startswith("ends")]
@@ -38,7 +39,7 @@ def kill(processes: Processes, victim: int) -> None:
 
 
 def test_the_other_hears_of_it_and_goes_on_alone(tmp_path: Path) -> None:
-    with started(PROGRAM, tmp_path, 0.2) as processes:
+    with started(PROGRAM, tmp_path, 0.2, NONE) as processes:
         kill(processes, 1)
         until = time.monotonic() + ENDS
         while not any(line.startswith("raised") for line in processes.lines(0)):
@@ -53,7 +54,7 @@ def test_the_other_hears_of_it_and_goes_on_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (4, 0), (4, 2)])
 def test_the_others_end_within_the_heartbeat(count: int, victim: int, tmp_path: Path) -> None:
-    with started(PROGRAM, tmp_path, 0.2, count=count) as processes:
+    with started(PROGRAM, tmp_path, 0.2, NONE, count=count) as processes:
         kill(processes, victim)
         began = time.monotonic()
         others = [number for number in range(count) if number != victim]
@@ -67,9 +68,21 @@ def test_the_others_end_within_the_heartbeat(count: int, victim: int, tmp_path: 
 
 @pytest.mark.slow
 def test_all_hear_that_another_run_has_the_folder(tmp_path: Path) -> None:
-    with started(PROGRAM, tmp_path, 0.2) as first:
+    with started(PROGRAM, tmp_path, 0.2, NONE) as first:
         first.wait_until(0, "part", STARTS)
-        with started(PROGRAM, tmp_path, 0) as second:
+        with started(PROGRAM, tmp_path, 0, NONE) as second:
             for number, reason in enumerate(("another run writes", "the first process could not open")):
                 assert second.ended(number, STARTS) == 1
                 assert reason in " ".join(second.lines(number))
+
+
+@pytest.mark.slow
+def test_an_error_of_one_alone_ends_the_others_within_the_time_of_a_shutdown(tmp_path: Path) -> None:
+    with started(PROGRAM, tmp_path, 0.2, 1) as processes:
+        processes.wait_until(1, "raised ValueError", STARTS)
+        began = time.monotonic()
+        for number in range(2):
+            assert processes.ended(number, began + ENDS - time.monotonic()) != 0
+        assert ENDED in "\n".join(processes.lines(0))
+        print(f"process 1 raised alone: all ended after {time.monotonic() - began:.1f} s")
+    assert_went_on(tmp_path, count=2, at_least=2 * CHUNK)
