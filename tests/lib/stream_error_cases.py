@@ -86,6 +86,7 @@ case(less=HOST)(
     stream_donate_number=lambda one: run(donate=1),
     stream_on_part_of_a_list=lambda one: run(on_part=[]),
     stream_save_that_does_not_divide=lambda one: run(save=2),
+    stream_save_of_positions=lambda one: run(save=np.array([1, 2])),
     stream_truncate=lambda one: run(truncate=2),
     stream_in_axes=lambda one: run(in_axes=1),
     stream_parts_on_part=lambda one: stream_parts(step, jnp.float32(0), XS, chunk=5, on_part=print),

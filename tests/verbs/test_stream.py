@@ -429,6 +429,26 @@ def test_one_bar_for_the_whole_run() -> None:
         told.clear()
 
 
+def test_the_bar_of_a_context_is_that_of_the_whole_run() -> None:
+    told = list[Any]()
+
+    @dataclasses.dataclass(frozen=True)
+    class Meter(treescan.AbstractProgressMeter):
+        def init(self, label: str, total: int | None) -> None:
+            told.append((label, total))
+
+        def step(self, bar: None, done: int, shown: Any) -> None:
+            told.append(done)
+
+        def close(self, bar: None) -> None:
+            pass
+
+    with treescan.progress(treescan.Progress(meter=Meter(), updates=2)):
+        stream(rnn, inits()[rnn], XS, chunk=15)
+        stream(rnn, inits()[rnn], XS, chunk=15, progress=False)
+    assert told == [("stream rnn", 37), 15, 30, 37]
+
+
 # what is raised by others
 
 

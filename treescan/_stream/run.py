@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
 from .._avals import Array, PyTree, is_weak, promoted
-from .._errors import Fault, Misuse, TracedArgumentError
+from .._errors import Fault, Misuse
 from .._loop.reports import probes_of
 from .._transforms.outputs import ALL, LAST
 from .._tree import Prefix, freeze_static, map_leaves, thaw_static
 from ..carries._registry import adopt
+from .checks import NO_LIMIT, refuse_traced
 from .part import Part
 from .reader import Reader
 from .sources import Read, Source, padded
@@ -25,10 +25,6 @@ from .sources import Read, Source, padded
 if TYPE_CHECKING:
     from .bar import Bar
     from .checkpoint import Folder
-
-
-NO_LIMIT = 2**31 - 1
-"""The length of a masked loop without rows, before the end of its source."""
 
 
 class _Ran(NamedTuple):
@@ -228,17 +224,6 @@ def _no_steps(done: int) -> Fault:
         )
         return Misuse(says, "Pass the source of that run, or choose another folder for this one.")
     return Misuse("{call}: the source has no steps.", "An iterator can be read only once: pass a new one to each run.")
-
-
-def refuse_traced(what: str, leaves: list[Any]) -> None:
-    """Refuses values of a transformation of JAX."""
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise Fault(
-            TracedArgumentError,
-            f"{{call}}: {what}, but the loop over the parts runs on the host.",
-            "Under a transformation of JAX, use `treescan.scan` or `treescan.mask_scan`. The body of a stream may use "
-            "all of them.",
-        )
 
 
 def _bare(carry: PyTree) -> PyTree:

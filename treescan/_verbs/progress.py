@@ -22,18 +22,19 @@ It is made when it is first needed, because JAX then compiles each program once 
 """
 
 
-def _around() -> Progress | None:
+def around() -> Progress | None:
+    """What the context shows; None: there is none."""
     return None if _context is None else _context.value
 
 
 def silent() -> contextlib.AbstractContextManager[Any]:
     """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
-    return contextlib.nullcontext() if _around() is None else _context(None)
+    return contextlib.nullcontext() if around() is None else _context(None)
 
 
 def shown_around(call: Call) -> Progress | None:
     """What is shown of a call that does not mention `progress`. Steps whose number is symbolic are not shown."""
-    shown = _around()
+    shown = around()
     if shown is None or not isinstance(call.length, int):
         return None
     from .._transforms.progress import label_of

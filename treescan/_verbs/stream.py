@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+import dataclasses
+from collections.abc import Callable, Generator
 from typing import Any, Literal, Unpack, overload
 
-import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from .._avals import Array, ArrayLike, PyTree
-from .._body.call import takes_keyword
 from .._body.signature import STREAM
 from .._checks.arguments import check_length, check_options, check_reverse
-from .._checks.rows import check_lengths
-from .._errors import Misuse, expect, expect_int, explain, verb
+from .._errors import expect, expect_int, explain, verb
+from .._stream.checks import check_save_of, lengths_of, refuse_tracers
 from .._stream.part import Part
-from .._stream.run import NO_LIMIT, Run, refuse_traced
-from .._stream.sources import Source, source_of
-from .._transforms.outputs import check_save
-from .._tree import Prefix, leaves_with_path
+from .._stream.run import Run
+from .._stream.sources import source_of
 from .._types import (
     Carry,
     CheckpointLike,
@@ -36,6 +32,7 @@ from .._types import (
     Y,
 )
 from .prepare import body_of, run_scan
+from .progress import around
 
 _NO_GRADIENT = "no gradient flows between the parts of a stream. `treescan.scan` takes it."
 _STEPS_FIRST = "the first axis of a source and of ys is the steps."
@@ -171,7 +168,7 @@ def stream(
             "mask" pads it: one program is compiled, whose steps are masked in all parts, so that it may round in
             another way. With `lengths`, or for a body that takes `valid`, it is always padded.
         key: a PRNG key, as for `treescan.scan`. Positions count over the whole run.
-        save: which outputs to keep, as for `treescan.scan`. A number must divide `chunk`.
+        save: which outputs to keep, as for `treescan.scan`, except for positions. A number must divide `chunk`.
         reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
         unroll: how many steps are compiled into one iteration of the loop.
         on_part: called with each `treescan.Part` in turn, when the next part is on its way. Without it, outputs are
@@ -362,31 +359,30 @@ def _run_of(
 ) -> Run:
     """Checks the arguments of a stream."""
     options = {} if options is None else options
-    for name, tree in {"init": init, "source": None if isinstance(source, Iterator) else source}.items():
-        for path, leaf in leaves_with_path(name, tree):
-            refuse_traced(f"{path} is traced", [leaf])
-    refuse_traced("this is called under a transformation", [jax.lax.stop_gradient(0.0)])
+    refuse_tracers(init, source)
     body, alive = body_of(f, STREAM)
     chunk = expect_int(chunk, "chunk", "It is the number of steps of a part.", least=1, small="A part has steps.")
     parts = source_of(source, check_length(length), chunk, reverse=check_reverse(options.get("reverse", False)))
-    keeps = _check_save(options.get("save", "all"), parts)
+    keeps = check_save_of(options.get("save", "all"), parts)
     expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_COTANGENTS)
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
     expect(remainder in ("run", "mask"), "remainder", '"run" or "mask"', remainder, _REMAINDERS)
     prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
-    given: Any = None
-    if lengths is not None:
-        lengths = _gathered(lengths)
-        given = np.asarray(check_lengths(lengths, parts.length)).astype(np.int32)
-    elif takes_keyword(body, "valid") or (remainder == "mask" and (parts.length is None or parts.length % parts.chunk)):
-        given = np.asarray(NO_LIMIT, np.int32)
+    given = lengths_of(lengths, parts, body, masks=remainder == "mask")
 
     def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
         part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
-        carry, ys = run_scan(STREAM, alive, carry, xs, steps, check_finite=check_finite, **part, **options)
+        carry, ys = run_scan(
+            STREAM, alive, carry, xs, steps, check_finite=check_finite, progress=False, **part, **options
+        )
         return carry, ys
 
     bar = folder = None
+    if progress is None and (shown := around()) is not None:
+        from .._transforms.progress import label_of
+
+        label = shown.label or f"stream {label_of(body, 'stream')}"
+        progress = dataclasses.replace(shown, label=label, updates=None, batched=False)
     if progress is not None and progress is not False:
         from .._stream.bar import bar_of
 
@@ -395,31 +391,11 @@ def _run_of(
         from .._stream.checkpoint import folder_of
 
         asked = {"reverse": False, "key": None, "save": "all"}
+        asked |= {"lengths": None if lengths is None else given}
         asked |= {name: options[name] for name in asked.keys() & options.keys()}
-        folder = folder_of(
-            checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=lengths, masked=given is not None, **asked
-        )
+        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, masked=given is not None, **asked)
     return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
 
 
 _REMAINDERS = "The last part, if it has fewer steps, is run as a program of its own, or padded and masked."
 _NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
-
-
-def _gathered(lengths: Any) -> Any:
-    """Lengths of which each process has some, as each of them needs them: those of all rows."""
-    if isinstance(lengths, jax.Array) and not (lengths.is_fully_addressable or lengths.is_fully_replicated):
-        return multihost_utils.process_allgather(lengths, tiled=True)
-    return lengths
-
-
-def _check_save(save: Save, source: Source) -> Prefix | None:
-    """What is kept of y. The positions k-1, 2k-1 and so on are the same in each part and in the whole."""
-    keeps = check_save(save)
-    for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
-        if keep and source.chunk % keep:
-            raise Misuse(
-                f"{{call}}: `save={keep}` needs a `chunk` that is a multiple of {keep}, got {source.chunk}.",
-                f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
-            )
-    return keeps
