@@ -1,10 +1,12 @@
 """The examples do what their pages say of them."""
 
 import re
+from pathlib import Path
 
 import pytest
+from processes import printed_by_each
 
-from scripts import printed
+from scripts import ROOT, printed
 
 
 def number(text: str, pattern: str) -> float:
@@ -62,3 +64,14 @@ def test_loops_end_when_they_are_done() -> None:
     assert errors == sorted(errors, reverse=True)
     assert errors[-1] < 1e-3
     assert re.findall(r"\((\d+) letters, ended\)", text) == ["2", "4", "4", "4"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_and_a_second_run_has_nothing_left(tmp_path: Path) -> None:
+    found = [
+        [line for line in lines if line.startswith("process")]
+        for _ in range(2)
+        for lines in printed_by_each(ROOT / "examples" / "processes.py", tmp_path, seconds=200)
+    ]
+    losses = {number(*lines, r"loss ([\d.]+)$") for lines in found}
+    assert len(found) == 4 and len(losses) == 1 and losses.pop() < 0.01

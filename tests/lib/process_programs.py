@@ -1,70 +1,22 @@
-"""What `test_processes.py` runs in each of two processes: prints a line of JSON for each case.
-
-The processes make one JAX program over the loopback, for a bounded time.
-"""
+"""What `test_processes.py` runs in each of two processes, of two devices each: prints a line of JSON for each case."""
 
 import contextlib
 import dataclasses
 import functools
 import json
 import logging
-import os
-import re
-import socket
-import subprocess
-import sys
-import tempfile
-import time
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import join
 
 import treescan
 
-DEVICES = "--xla_force_host_platform_device_count"
-
 T, B, D = 6, 4, 3
 LENGTHS = np.array([6, 5, 4, 6], np.int32)
-
-
-def run_in_processes(which: str, seconds: float) -> list[list[str]]:
-    """The lines that each of two processes printed, of two simulated devices each.
-
-    After so many seconds all are killed, and the test fails with what they printed.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    others = re.sub(rf"{DEVICES}=\d+", "", os.environ.get("XLA_FLAGS", ""))
-    env = {**os.environ, "XLA_FLAGS": f"{others} {DEVICES}=2", "JAX_PLATFORMS": "cpu"}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    until, ended = time.monotonic() + seconds, True
-    with contextlib.ExitStack() as files:
-        outputs = [files.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)]
-        running = [
-            subprocess.Popen(
-                [sys.executable, "-u", __file__, str(i), port, which], env=env, stdout=out, stderr=subprocess.STDOUT
-            )
-            for i, out in enumerate(outputs)
-        ]
-        try:
-            for process in running:
-                process.wait(max(0.0, until - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            ended = False
-        finally:
-            for process in running:
-                process.kill()
-                process.wait()
-        for out in outputs:
-            out.seek(0)
-        texts = [out.read() for out in outputs]
-    assert ended, "some process waits forever\n" + "\n".join(texts)
-    assert not any(process.returncode for process in running), "\n".join(texts)
-    return [text.splitlines() for text in texts]
 
 
 def step(h: Any, x: Any) -> Any:
@@ -78,6 +30,10 @@ def walk(h: Any, x: Any) -> Any:
 def layers_of(h: Any, xs: Any, **options: Any) -> Any:
     scale = lambda layer, x: x * layer  # noqa: E731
     return treescan.fold_layers([lambda layer, x: step(x, layer), scale], h, [xs, jnp.ones(T)], **options)
+
+
+def in_parts(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.stream(lambda h, x: (step(h, x), None), h, xs, chunk=2, **options)[0]
 
 
 def until(axis: int | None, h: Any, xs: Any, **options: Any) -> Any:
@@ -102,8 +58,9 @@ FORWARD = {
     "until": functools.partial(until, None), "rows until": functools.partial(until, -1),
 }  # fmt: skip
 BACKWARD = {"fold": functools.partial(treescan.fold, walk), "rows": functools.partial(rows, walk)}
-FEW = [("Auto", "fold", True, "eager"), ("Auto", "rows", "backward", "jit of grad"), ("Explicit", "fold", True, "jit")]
+FEW = [("Auto", "fold", True, "eager"), ("Explicit", "fold", True, "jit")]
 ALL = [
+    ("Auto", "stream", True, "eager"),
     *(("Auto", form, True, way) for form in FORWARD for way in ("eager", "jit", "jit of grad")),
     *(("Auto", form, "backward", way) for form in BACKWARD for way in ("grad", "jit of grad")),
     *(("Auto", "fold", True, way) for way in ("grad", "jit of vmap", "jit of grad of checkpoint", "jit, mesh set")),
@@ -179,20 +136,18 @@ def told() -> Any:
 
 def main() -> None:
     logging.getLogger("jax").setLevel(logging.CRITICAL)
-    number, port, which = sys.argv[1:]
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(number))
+    number, _, (which,) = join()
     for kind, form, check, way in FEW if which == "few" else ALL:
         mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
         h, (good, bad, still) = arrays(mesh)
-        call = (BACKWARD if check == "backward" else FORWARD)[form]
+        call = ({"stream": in_parts} | (BACKWARD if check == "backward" else FORWARD))[form]
         plain, comma, _ = way.partition(",")
         with jax.set_mesh(mesh) if comma else contextlib.nullcontext():
             run = WAYS[plain](lambda h, xs, call=call, check=check: call(h, xs, check_finite=check))
             wrong = still if check == "backward" else bad
             outcomes = [outcome(run, h, xs, mesh) for xs in (good, wrong, good, wrong, good)]
         print(json.dumps({"case": [kind, form, check, way], "outcomes": outcomes, "told": told()}), flush=True)
-    print(json.dumps({"process": int(number), "bars": bars_of(h, good)}), flush=True)
+    print(json.dumps({"process": number, "bars": bars_of(h, good)}), flush=True)
     error, _ = outcome(jax.jit(lambda h, xs: FORWARD["fold"](h, xs, check_finite=True)), h, bad, mesh)
     print(json.dumps({"last": error}), flush=True)
     jax.distributed.shutdown()  # without it, the first process is aborted where it ends

@@ -176,3 +176,13 @@ def checkpoints_of_a_strange_iterator(one):
 def checkpoints_without_orbax(one):
     with mock.patch("importlib.util.find_spec", lambda name: None):
         return in_folder()
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_that_the_first_process_cannot_open(one):
+    with (
+        mock.patch("jax.process_index", lambda: 1),
+        mock.patch("jax.process_count", lambda: 2),
+        mock.patch("jax.experimental.multihost_utils.broadcast_one_to_all", lambda refused: True),
+    ):
+        return in_folder()

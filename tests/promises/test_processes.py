@@ -3,15 +3,19 @@
 import json
 from typing import Any
 
+import process_programs
 import pytest
-from process_programs import ALL, FEW, run_in_processes
+from process_programs import ALL, FEW
+from processes import printed_by_each
+
+PROGRAM = process_programs.__file__
 
 
 @pytest.mark.parametrize(("which", "cases"), [("few", FEW), pytest.param("all", ALL, marks=pytest.mark.slow)])
 def test_each_process_raises_in_the_same_step_with_the_same_record(which: str, cases: list[Any]) -> None:
     first, second = (
         [json.loads(line) for line in lines if line.startswith("{")]
-        for lines in run_in_processes(which, seconds=120 if which == "few" else 500)
+        for lines in printed_by_each(PROGRAM, which, devices=2, seconds=120 if which == "few" else 500)
     )
     assert [each.pop() for each in (first, second)] == [{"last": "JaxRuntimeError"}] * 2
     bars = [each.pop() for each in (first, second)]

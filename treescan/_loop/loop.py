@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -129,7 +130,8 @@ class Body:
 
 def _forget(reference: _Reference) -> None:
     """The body is gone, and so is its handle."""
-    _bodies.pop(reference, None)
+    with contextlib.suppress(AttributeError):  # Python ends, and has emptied this module
+        _bodies.pop(reference, None)
 
 
 def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:

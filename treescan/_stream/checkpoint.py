@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from .._avals import PyTree, describe_argument, describe_leaf, is_key
 from .._checkpoint import Checkpoint
@@ -105,8 +106,28 @@ class Folder:
 
     @contextlib.contextmanager
     def _locked(self) -> Generator[None]:
-        """Holds the lock of the folder, which the system gives up for a process that was killed."""
-        if jax.process_index() or not self._is_local or importlib.util.find_spec("fcntl") is None:
+        """Holds the lock of the folder. The first process takes it, and all hear whether it did: none waits for it."""
+        with contextlib.ExitStack() as held:
+            refused = None
+            if not jax.process_index():
+                try:
+                    held.enter_context(self._lock())
+                except Fault as fault:
+                    refused = fault
+            if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(refused is not None):
+                refused = refused or Fault(
+                    CheckpointError,
+                    f"{{call}}: the first process could not open the folder `{self.settings.folder}` of checkpoints.",
+                    "Its own error says why.",
+                )
+            if refused is not None:
+                raise refused
+            yield
+
+    @contextlib.contextmanager
+    def _lock(self) -> Generator[None]:
+        """Holds the lock, which the system gives up for a process that was killed."""
+        if not self._is_local or importlib.util.find_spec("fcntl") is None:
             yield
             return
         import fcntl  # not on Windows

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from .._avals import PyTree
 from .._body.call import takes_keyword
@@ -32,6 +33,8 @@ def lengths_of(lengths: Any, source: Source, body: Body, *, masks: bool) -> Any:
         body: the body, which may take `valid`.
         masks: whether a last part of fewer steps is masked.
     """
+    if isinstance(lengths, jax.Array) and not (lengths.is_fully_addressable or lengths.is_fully_replicated):
+        lengths = multihost_utils.process_allgather(lengths, tiled=True)  # each process needs those of all rows
     if lengths is not None:
         return np.asarray(check_lengths(lengths, source.length)).astype(np.int32)
     is_even = source.length is not None and source.length % source.chunk == 0

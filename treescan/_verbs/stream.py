@@ -392,9 +392,8 @@ def _run_of(
 
         asked = {"reverse": False, "key": None, "save": "all"}
         asked |= {name: options[name] for name in asked.keys() & options.keys()}
-        folder = folder_of(
-            checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=lengths, masked=given is not None, **asked
-        )
+        rows = {"lengths": None if lengths is None else given, "masked": given is not None}
+        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, **rows, **asked)
     return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
 
 
