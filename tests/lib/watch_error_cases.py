@@ -108,6 +108,12 @@ def without_tqdm() -> Iterator[None]:
         yield
 
 
+@case(less=("jit", "vmap", "grad"))
+def check_finite_report_of_a_batch(one):
+    run = lambda h: fold(lambda c, x: c / (c - x), h, jnp.ones(2), check_finite="return")[1]  # noqa: E731
+    jax.vmap(run)(jnp.array([3.0, 1.0, 5.0]) * one).check()
+
+
 @case()
 def progress_backward_of_a_pattern(one):
     blocks, layers = [lambda layer, x: (x + layer, x)] * 2, [jnp.ones(3) * one] * 2

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import describe_traced, dtype_of, exact_int, shape_of
+from .._avals import describe_traced, dtype_of, shape_of
 from .._errors import ArgumentError, Misuse, expect
 from .outputs import KeepOutputs
 from .program import Arguments, Program
@@ -33,9 +33,7 @@ def check_offset(offset: Any, steps: int) -> Any:
     expect(is_int, "offset", "an int", offset, _CURE)
     if isinstance(offset, Tracer) or not getattr(offset, "is_fully_addressable", True):
         return jnp.asarray(offset, jnp.int32)
-    number, most = exact_int(offset), 2**31 - 1 - (steps if isinstance(steps, int) else 0)
-    expect(number is not None, "offset", "an int", offset, _CURE)
-    assert number is not None
+    number, most = int(offset), 2**31 - 1 - (steps if isinstance(steps, int) else 0)
     expect(number >= 0, "offset", "at least 0", number, _CURE, error=ArgumentError)
     expect(number <= most, "offset", f"at most {most}", number, "Positions are of type int32.", error=ArgumentError)
     return np.int32(number)
