@@ -171,6 +171,10 @@ def test_other_leaves():
     assert_close(chunk_map(draw, xs, 2, in_axes={"keys": 0, "scale": None, "f": None}), draw(xs))
 
 
+def test_entries_of_no_numbers():
+    assert chunk_map(jnp.sin, jnp.zeros((5, 0, 2)), 2).shape == (5, 0, 2)
+
+
 def test_numbers_and_nothing():
     assert_close(chunk_map(lambda x: (2.0, 1), jnp.ones(5), 2, reduce="sum"), (jnp.array(6.0), jnp.array(3)))
     assert chunk_map(lambda x: None, jnp.ones(5), 2) is None

@@ -144,6 +144,11 @@ def test_a_context_is_that_of_its_thread():
     chex.assert_trees_all_close(found[0], library())
 
 
+@pytest.mark.parametrize(("own", "told_of"), [({}, [[1, 2]]), ({"progress": False}, [])])
+def test_entries_that_are_left_over_have_no_bar_of_their_own(own, told_of):
+    assert told(lambda: treescan.chunk_map(jnp.sin, jnp.ones(5), 2, **own)) == told_of
+
+
 def test_loops_that_refuse_a_bar_run_without():
     weights = jnp.ones(3)
     run = lambda: treescan.fold_layers(double, H, weights, prefetch=lambda w: w)  # noqa: E731

@@ -141,7 +141,7 @@ class InChunks:
 
     def _joined(self, result: Result) -> PyTree:
         assert self.out_axes is not None
-        flat = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:])[: self.entries], result.ys)
+        flat = jax.tree.map(lambda y: jax.lax.collapse(y, 0, 2)[: self.entries], result.ys)
         return move_outputs(flat, self.out_axes.tree)
 
 

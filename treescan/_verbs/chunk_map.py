@@ -148,7 +148,7 @@ def _run(call: Prepared, size: int, out: Prefix | None, remat: Recompute | None,
 
     left = 0 if masked else entries % size
     most = run(0, entries - left, size, progress)
-    return _together(most, run(entries - left, entries, left, None), out, size, left) if left else most
+    return _together(most, run(entries - left, entries, left, False), out, size, left) if left else most
 
 
 def _together(most: PyTree, last: PyTree, out: Prefix | None, size: int, left: int) -> PyTree:
