@@ -169,7 +169,13 @@ def picked(function, save, *given):
     "options",
     [
         {"reverse": True},
-        *slow({"truncate": 3}, {"check_finite": True}, {"unroll": 3}, {"key": jax.random.key(0)}, {"progress": "x"}),
+        *slow(
+            ({"truncate": 3},),
+            ({"check_finite": True},),
+            ({"unroll": 3},),
+            ({"key": jax.random.key(0)},),
+            ({"progress": "x"},),
+        ),
     ],
     ids=str,
 )
@@ -212,6 +218,13 @@ def test_positions_of_keys_and_in_vmap():
     seeds = jnp.arange(3)
     got, every = (jax.vmap(lambda seed, save=save: run(seed, save))(seeds) for save in (AT, "all"))
     assert_close(got, (every[0], jax.tree.map(lambda y: y[:, AT], every[1])))
+
+
+@pytest.mark.parametrize("without_jit", [False, True])
+def test_python_numbers_keep_their_weak_type(without_jit):
+    with jax.disable_jit(without_jit):
+        for save in ("all", AT):
+            assert treescan.scan(lambda c, x: (c + x, 1.0), 0.0, jnp.arange(11.0), save=save)[1].weak_type
 
 
 def test_positions_may_be_kept_by_a_number():

@@ -151,7 +151,7 @@ class RecordOutputs:
         keeps, avals = spread_keeps(self.save, loop.trace.y), loop.trace.y_avals
         arrays, slots, recorded = list[Array](), list[np.ndarray](), list[bool]()
         for keep, aval in zip(keeps, avals, strict=True):
-            recorded.append(isinstance(keep, Positions) and bool(keep.at) and not _is_key(aval))
+            recorded.append(isinstance(keep, Positions) and bool(keep.at) and not _is_stacked(aval))
             if isinstance(keep, Positions) and recorded[-1]:
                 keep.check_within(loop.length)
                 slots.append(keep.slots(loop.length))
@@ -180,5 +180,6 @@ def _put_back(save: Prefix, recorded: Sequence[bool], result: Result) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _is_key(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key)
+def _is_stacked(aval: Any) -> bool:
+    """Whether no array can be filled with its values: keys, and Python's numbers, whose weak type it would lose."""
+    return jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) or aval.weak_type
