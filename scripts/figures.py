@@ -244,6 +244,7 @@ KINDS: Mapping[str, str] = {
     "uniform, forward": "mask_scan, uniform lengths, forward / a where",
     "full, gradient": "mask_scan, rows full, gradient / a where",
     "uniform, gradient": "mask_scan, uniform lengths, gradient / a where",
+    "full against safe, gradient": "mask_scan, rows full, gradient / a safe where",
     "remat auto, gradient": "scan, remat auto, gradient / jax.lax.scan",
 }
 MEMORY_KINDS: Mapping[str, str] = {
