@@ -46,7 +46,7 @@ def test_a_signature_spells_out_the_options(verb: str) -> None:
     text = re.sub(r"<[^>]+>", "", shown)
     options = set(Options.__annotations__)
     missing = {name for name in options if not re.search(rf"\b{name}: ", text)}
-    assert missing <= {"in_axes", "out_axes", "save", "truncate"}, missing
+    assert missing <= {"in_axes", "out_axes", "save", "truncate", *(["offset"] if verb == "fori" else [])}, missing
     assert ("save" not in missing) == (verb in STACKS_OUTPUTS)
     assert "**" not in text
     if "Axes" in text:
