@@ -108,7 +108,7 @@ OF_OPTIONS = {
 }
 
 
-ELSEWHERE = {"length", "offset"}  # of layers, see `test_layers.py`; of loops in parts, see `test_offset.py`
+ELSEWHERE = {"length"}  # of layers, see `test_layers.py`
 
 
 @pytest.mark.parametrize("verb", OF_OPTIONS)

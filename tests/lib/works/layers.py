@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from .example import KEY, D, Form, Given, State, Verb, Y, body_of, carried, cell, drawn, has, start, values
-from .loops import COSTS, OUTPUTS, SILENT
+from .loops import COSTS, OUTPUTS, PART, SILENT
 
 LAYERS = 5
 
@@ -36,6 +36,8 @@ FORMS = {
     "args": Form("args", how=has("args")),
     "prefetch": Form("prefetch", {"prefetch": _as_it_is}, free=True),
     "check_finite": Form("check_finite", {"check_finite": True}, free=True),
+    'check_finite="return"': Form("check_finite", {"check_finite": "return"}),
+    **PART,
     'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
@@ -87,7 +89,8 @@ ALONE = has(
     "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',
     "out_axes=-1", "save=None",
 )  # fmt: skip
-_OUTPUTS = {name: form for name, form in OUTPUTS.items() if name != 'save=(2, "last")'}
+_OUTPUTS = {name: form for name, form in OUTPUTS.items() if '"last")' not in name}
+_OUTPUTS["save=positions"] = Form("save", {"save": range(2)})  # the second stack of the pattern has no more
 _OUTPUTS["out_axes"] = Form("out_axes", {"out_axes": Y(1, 0)})
 VERBS = {
     "scan_layers": Verb(_program("scan_layers", True), {**FORMS, **_OUTPUTS}, GIVEN, ALONE),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 from treescan import AbstractProgressMeter, Progress, Remat
 
@@ -50,19 +51,26 @@ SHARED = {
     "custom carry": Form("custom carry", how=has("ema")),
     "annotated body": Form("annotated body", how=has("annotated")),
 }
-CHECKED = {**SHARED, "check_finite": Form("check_finite", {"check_finite": True}, free=True)}
+CHECKED = {
+    **SHARED,
+    "check_finite": Form("check_finite", {"check_finite": True}, free=True),
+    'check_finite="return"': Form("check_finite", {"check_finite": "return"}),
+}
+PART = {"offset": Form("offset", {"offset": 4})}
 BACKWARD = {'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True)}
 OUTPUTS = {
     "out_axes": Form("out_axes", {"out_axes": Y(1, 0)}),
     "out_axes=-1": Form("out_axes", {"out_axes": -1}),
     'save="last"': Form("save", {"save": "last"}),
     "save=2": Form("save", {"save": 2}),
+    "save=positions": Form("save", {"save": np.array([0, 3])}),
     "save=None": Form("save", {"save": None}),
     'save=(2, "last")': Form("save", {"save": Y(2, "last")}),
+    'save=(positions, "last")': Form("save", {"save": Y(range(0, 4, 2), "last")}),
 }
 ALONE = has(
     "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',
-    "out_axes=-1", "save=None", 'save=(2, "last")', "in_axes=(-1, None)",
+    "out_axes=-1", "save=None", 'save=(2, "last")', 'save=(positions, "last")', "in_axes=(-1, None)",
 )  # fmt: skip
 
 
@@ -122,6 +130,7 @@ FORI = {name: form for name, form in {**CHECKED, **BACKWARD}.items() if form.opt
     "annotated body")}  # fmt: skip
 WHILE = {
     **CHECKED,
+    **PART,
     **BACKWARD,
     **OUTPUTS,
     "max_length": Form("max_length", {"max_length": 4}),
@@ -129,12 +138,13 @@ WHILE = {
     "no xs": Form("xs", {"max_length": T}, has("no xs")),
 }
 VERBS = {
-    "scan": Verb(_program("scan", True), {**CHECKED, **BACKWARD, **OUTPUTS}, GIVEN, ALONE),
-    "fold": Verb(_program("fold", False), {**CHECKED, **BACKWARD}, GIVEN, ALONE, brief=True),
+    "scan": Verb(_program("scan", True), {**CHECKED, **PART, **BACKWARD, **OUTPUTS}, GIVEN, ALONE),
+    "fold": Verb(_program("fold", False), {**CHECKED, **PART, **BACKWARD}, GIVEN, ALONE, brief=True),
     "accumulate": Verb(
         _program("accumulate", False),
-        {**CHECKED, **BACKWARD, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
-         'save=(2, "last")': Form("save", {"save": State(2, "last")})},
+        {**CHECKED, **PART, **BACKWARD, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
+         'save=(2, "last")': Form("save", {"save": State(2, "last")}),
+         'save=(positions, "last")': Form("save", {"save": State(range(0, 4, 2), "last")})},
         GIVEN, ALONE, brief=True,
     ),
     "fori": Verb(

@@ -88,18 +88,18 @@ def crosses(before: int | None, now: int, truncate: int | None) -> bool:
 
 def scan(
     f: Body, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, *, in_axes: Any = 0,
-    out_axes: Any = 0, key: Any = None, save: Any = "all", truncate: int | None = None, **costs: Any,
+    out_axes: Any = 0, key: Any = None, save: Any = "all", truncate: int | None = None, offset: int = 0, **costs: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     count = length if length is not None else steps_in(xs, in_axes)
     assert count is not None
-    carry, ys, before = init, {}, None
+    carry, ys, before = init, {}, offset - 1 if offset else None
     for position in reversed(range(count)) if reverse else range(count):
-        if crosses(before, position, truncate):
+        if crosses(before, offset + position, truncate):
             carry = each(jax.lax.stop_gradient, carry)
-        carry, ys[position] = f(carry, at(xs, in_axes, position), **keyword(key, position))
-        before = position
-    assert before is not None
-    return carry, kept([ys[position] for position in range(count)], ys[before], save, out_axes)
+        carry, ys[position] = f(carry, at(xs, in_axes, position), **keyword(key, offset + position))
+        before = offset + position
+    last = ys[0 if reverse else count - 1]
+    return carry, kept([ys[position] for position in range(count)], last, save, out_axes)
 
 
 def fold(f: Body, init: Any, xs: Any = None, length: int | None = None, **options: Any) -> Any:
@@ -138,7 +138,8 @@ class Ended(NamedTuple):
 
 def while_scan(
     cond: Callable[[Any], Any], f: Body, init: Any, xs: Any = None, *, max_length: int | None = None, fill: Any = 0,
-    reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all", **costs: Any,
+    reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all",
+    offset: int = 0, **costs: Any,
 ) -> Ended:  # fmt: skip
     most = max_length if max_length is not None else steps_in(xs, in_axes)
     assert most is not None
@@ -146,7 +147,7 @@ def while_scan(
     for position in reversed(range(most)) if reverse else range(most):
         if not cond(carry):
             break
-        carry, last = f(carry, at(xs, in_axes, position), **keyword(key, position))
+        carry, last = f(carry, at(xs, in_axes, position), **keyword(key, offset + position))
         ys[position], steps = last, steps + 1
     if last is None:  # no step is taken
         last = f(carry, at(xs, in_axes, 0), **keyword(key, 0))[1]
@@ -221,7 +222,7 @@ def mask_scan(
     f: Body, init: Any, xs: Any = None, *, lengths: Any = None, mask: Any = None, resets: Any = None,
     reset_to: Any = None, time_axis: int = 0, length: int | None = None, fill: Any = 0, carry_axes: Any = 0,
     x_axes: Any = 0, y_axes: Any = 0, reverse: bool = False, in_axes: Any = None, out_axes: Any = None, key: Any = None,
-    save: Any = "all", truncate: int | None = None, **costs: Any,
+    save: Any = "all", truncate: int | None = None, offset: int = 0, **costs: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     in_axes = time_axis if in_axes is None else in_axes
     out_axes = time_axis if out_axes is None else out_axes
@@ -230,6 +231,7 @@ def mask_scan(
     whole = each(lambda leaf, axis: axis is None, xs, in_axes)  # has no rows, unless `x_axes` is a tree
     if not isinstance(x_axes, tuple):
         x_axes = jax.tree.map(lambda is_whole: None if is_whole else x_axes, whole)
+    lengths = None if lengths is None else np.asarray(lengths) - offset
     valid, begins = valid_steps(lengths, mask, resets, count, time_axis)
     batch = valid.shape[1:]
     rows = list(np.ndindex(*batch))
@@ -244,12 +246,13 @@ def mask_scan(
         for row in running:
             state = was[row]
             counts = steps_of_segment(valid, begins, row)
-            if before[row] is not None and crosses(counts[before[row]], counts[position], truncate):
+            earlier = offset + counts[before[row]] if before[row] is not None else offset - 1 if offset else None
+            if crosses(earlier, offset + counts[position], truncate):
                 state = each(jax.lax.stop_gradient, state)
             if restarts(valid, begins, row, position, reverse):
                 state = without_rows(starts[row], carry_axes, state)
             x = row_of(at(xs, in_axes, position), x_axes, row)
-            states[row], outputs[position][row] = f(state, x, **keyword(key, position))
+            states[row], outputs[position][row] = f(state, x, **keyword(key, offset + position))
             before[row] = position
         if running:
             states = {row: without_rows(state, carry_axes, states[running[0]]) for row, state in states.items()}
@@ -301,7 +304,8 @@ def _choose(fill: Any, held: Any, empty: Any) -> Any:
 
 def scan_layers(
     block: Any, x: Any, layers: Any, xs: Any = None, *, state: Any = None, args: tuple[Any, ...] = (),
-    reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all", **costs: Any,
+    reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all", offset: int = 0,
+    **costs: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     pattern = isinstance(block, list)
     blocks, stacks = (block, layers) if pattern else ([block], [layers])
@@ -315,7 +319,9 @@ def scan_layers(
     for number, (n, which) in reversed(list(enumerate(turns))) if reverse else enumerate(turns):
         share = () if own[which] is None else (at(own[which], in_axes, n),)
         share = (*share, at(states[which], 0, n)) if states else share
-        x, *new, lasts[which] = blocks[which](at(stacks[which], 0, n), x, *share, *args, **keyword(key, number))
+        x, *new, lasts[which] = blocks[which](
+            at(stacks[which], 0, n), x, *share, *args, **keyword(key, offset + number)
+        )
         ys[which][n] = lasts[which]
         if states:
             states[which] = jax.tree.map(lambda old, one, n=n: old.at[n].set(one), states[which], new[0])

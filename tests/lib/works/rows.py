@@ -12,7 +12,7 @@ import treescan
 
 from . import plain
 from .example import D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
-from .loops import ALONE, BACKWARD, CHECKED, OUTPUTS
+from .loops import ALONE, BACKWARD, CHECKED, OUTPUTS, PART
 
 B = 3
 LENGTHS = np.array([4, 2, 0])
@@ -21,6 +21,7 @@ MASK = np.array([[0, 1, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0]], bool)
 RESETS = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
 FORMS = {
     **CHECKED,
+    **PART,
     **BACKWARD,
     **OUTPUTS,
     'save=(2, "last")': Form("save", {"save": Y(2, "last")}),
@@ -128,7 +129,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         if name in passed:
             passed[name] = passed[name][:, 0] if one else np.moveaxis(passed[name], 0, passed.get("time_axis", 0))
     if "mask" not in passed and "no lengths" not in how:
-        lengths = _lengths(given) if "traced" in how else LENGTHS
+        lengths = (_lengths(given) if "traced" in how else LENGTHS) + passed.get("offset", 0)
         passed["lengths"] = lengths[0] if one else lengths
     given = {name: leaf if not one or name == "w" else _first_row(leaf) for name, leaf in given.items()}
     carry_axes = _axes(options, "carry_axes", State)

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import treescan
+from treescan import FiniteReport
 
 from . import layers, lifted, loops, plain, rows
 from .columns import COLUMNS
@@ -38,7 +40,7 @@ _BODIES = {LINEAR: has("linear"), **dict.fromkeys(_OF_FEATURES, has("apart"))}
 
 # What a verb is offered that is an option of other verbs only. `lift` is called in two steps, and Python refuses these.
 OFFERED = {
-    "in_axes": 0, "out_axes": 0, "key": KEY, "remat": "step", "save": "last", "truncate": 2, "length": 5,
+    "in_axes": 0, "out_axes": 0, "key": KEY, "offset": 4, "remat": "step", "save": "last", "truncate": 2, "length": 5,
     "lengths": 5, "mask": np.ones(5, bool), "resets": np.ones(5, bool), "reset_to": 0, "time_axis": 1, "fill": 1,
     "carry_axes": 0, "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (), "state": 0,
 }  # fmt: skip
@@ -145,10 +147,18 @@ def _run(cell: Cell, lib: Any) -> Run:
     how = frozenset().union(*[form.how for form in forms], _BODIES.get(cell.transform, ()))
 
     def run(given: Given) -> list[jax.Array]:
-        leaves = jax.tree.leaves(verb.program(lib, options, how, given))
+        result = verb.program(lib, options, how, given)
+        if options.get("check_finite") == "return" and lib is plain:
+            result = result, (jnp.asarray(True), jnp.int32(-1))
+        leaves = jax.tree.leaves(jax.tree.map(_told, result, is_leaf=lambda node: isinstance(node, FiniteReport)))
         return [leaf for leaf in leaves if plain.is_array(leaf)]
 
     return run
+
+
+def _told(node: Any) -> Any:
+    """What is compared of a report: not its evidence."""
+    return (node.ok, node.step) if isinstance(node, FiniteReport) else node
 
 
 def difference(got: Any, want: Any) -> str | None:
