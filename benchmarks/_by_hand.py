@@ -10,6 +10,7 @@ from jax import Array
 Carry = TypeVar("Carry")
 X = TypeVar("X")
 Y = TypeVar("Y")
+Tree = TypeVar("Tree")
 
 
 def where_step(
@@ -27,11 +28,7 @@ def where_step(
     def step(carry: Carry, inputs: tuple[X, Array]) -> tuple[Carry, Y]:
         x, valid = inputs
         stepped, y = body(carry, x)
-
-        def select(new: Array, held: Array | int) -> Array:
-            return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 1)), new, held)
-
-        return jax.tree.map(select, stepped, carry), jax.tree.map(lambda leaf: select(leaf, 0), y)
+        return _selected(valid, stepped, carry), _selected(valid, y)
 
     return step
 
@@ -74,12 +71,17 @@ def safe_where_scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs
 
     def step(carry: Carry, inputs: tuple[X, Array]) -> tuple[Carry, Y]:
         x, valid = inputs
-
-        def select(new: Array, held: Array) -> Array:
-            return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 1)), new, held)
-
-        stepped, y = body(*jax.tree.map(select, (carry, x), shown))
-        return jax.tree.map(select, stepped, carry), jax.tree.map(lambda leaf: select(leaf, jnp.zeros_like(leaf)), y)
+        stepped, y = body(*_selected(valid, (carry, x), shown))
+        return _selected(valid, stepped, carry), _selected(valid, y)
 
     steps = jax.tree.leaves(xs)[0].shape[0]
     return jax.lax.scan(step, init, (xs, jnp.arange(steps)[:, None] < lengths))
+
+
+def _selected(valid: Array, new: Tree, held: Tree | None = None) -> Tree:
+    """A tree where rows are valid, and another one, or 0, where they are not; leaves `[B, ...]`."""
+
+    def select(leaf: Array, other: Array | int = 0) -> Array:
+        return jnp.where(valid.reshape(valid.shape + (1,) * (leaf.ndim - 1)), leaf, other)
+
+    return jax.tree.map(select, new) if held is None else jax.tree.map(select, new, held)
