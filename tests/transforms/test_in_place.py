@@ -200,3 +200,43 @@ def test_a_step_has_no_more_operations_than_one_that_is_masked_by_hand():
 
     assert masked(CHUNK) <= operations(lambda init, xs: masked_by_hand(body, init, xs, valid))
     assert masked(CHUNK) < masked(CHUNK - 1)  # with a remainder, the index is a sum
+
+
+def cached(carry, x):
+    """A cache that each row writes at its own place and reads at its own place."""
+    cache, t = carry
+    rows = jnp.arange(x.shape[0])
+    cache = cache.at[rows, t % 4].set(x).at[rows, (t + jnp.int32(2 * jnp.abs(x[:, 0]))) % 4].add(1.0)
+    return (cache, t + 1), cache[rows, (t + 1) % 4] + jnp.tanh(cache).sum(1)
+
+
+def filtered(carry, x):
+    """A convolution, a solution and the largest entries."""
+    wave = jax.lax.conv_general_dilated(carry[:, None], array(1, 1, 3, seed=4), (1,), "SAME")[:, 0]
+    matrix = x[:, :, None] * carry[:, None] + 4 * jnp.eye(WIDTH)[None]
+    carry = jnp.linalg.solve(matrix, wave[..., None])[..., 0] + x
+    return carry, jax.lax.top_k(carry, 2)[0]
+
+
+@pytest.mark.parametrize("body", [cached, filtered])
+def test_rows_that_are_led_to_themselves_are_as_each_row_alone(body):
+    xs = jnp.where(np.arange(STEPS)[:, None, None] < LENGTHS[:, None], array(STEPS, ROWS, WIDTH, seed=2), jnp.nan)
+    init = (jnp.zeros((ROWS, 4, WIDTH)), jnp.arange(ROWS)) if body is cached else array(ROWS, WIDTH, seed=3)
+
+    def masked(init, xs):
+        return treescan.mask_scan(body, init, xs, lengths=LENGTHS, chunk=CHUNK)
+
+    def alone(init, xs):
+        for row, length in enumerate(LENGTHS):
+            given = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], init)
+            yield jax.lax.scan(body, given, xs[:length, row : row + 1])
+
+    def total(run):
+        return lambda xs: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(run(xs)) if leaf.dtype != jnp.int32)
+
+    finals, ys = compiled(masked, init, xs)
+    for row, (length, (final, y)) in enumerate(zip(LENGTHS, alone(init, xs), strict=True)):
+        assert_close(jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], finals), final)
+        assert_close(ys[:length, row : row + 1], y)
+    got = compiled(jax.grad(total(lambda xs: masked(init, xs))), xs)
+    assert_close(got, compiled(jax.grad(total(lambda xs: list(alone(init, xs)))), xs))

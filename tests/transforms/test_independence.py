@@ -63,6 +63,27 @@ APART = {
     "remat": lambda h, x: jax.checkpoint(lambda h, x: jnp.sin(h) @ W * x)(h, x),
     "cholesky": lambda h, x: jnp.linalg.cholesky(h[:, :, None] * h[:, None] + 9 * jnp.eye(3)) @ x[..., None],
     "update": lambda h, x: lax.dynamic_update_slice(h, x[:, :1], (0, 1)),
+    "column set": lambda h, x: h.at[:, 1].set(x[:, 0]) + jnp.zeros((ROWS, 3)).at[:, jnp.array([2, 0])].add(x[:, :2]),
+    "own entry by number": lambda h, x: h[jnp.arange(ROWS), numbers(x)] + x[jnp.arange(ROWS)[:, None], [[2, 1]]].sum(1),
+    "own entry set by number": lambda h, x: h.at[jnp.arange(ROWS), numbers(x)].set(x[:, 0]),
+    "own entry of a constant": lambda h, x: jnp.zeros((ROWS, 3)).at[jnp.arange(ROWS), numbers(x)].add(h[:, 1]),
+    "own row by number": lambda h, x: h.at[jnp.arange(ROWS)].multiply(x[jnp.arange(ROWS)]),
+    "own entries": lambda h, x: h.at[jnp.arange(ROWS)[:, None], jnp.stack([numbers(x), numbers(h)], 1)].max(x[:, :2]),
+    "rows second": lambda h, x: h.T.at[numbers(x), jnp.arange(ROWS)].set(x[:, 0]).T,
+    "mapped index": lambda h, x: jax.vmap(lambda h, x, i: h.at[i].set(x[0]) + x[i])(h, x, numbers(x)),
+    "mapped constant": lambda h, x: jax.vmap(lambda x, i: jnp.zeros(3).at[i].add(x[0]), (0, 0))(x, numbers(h)),
+    "convolution": lambda h, x: lax.conv_general_dilated(h[:, None], W[None, None, 0], (1,), "SAME")[:, 0] + x,
+    "convolution, rows last": lambda h, x: (
+        lax.conv_general_dilated(h.T[:, None], W[None, None, 0], (1,), "SAME", dimension_numbers=("WCN", "OIW", "WCN"))[
+            :, 0
+        ].T
+    ),
+    "fourier": lambda h, x: jnp.abs(jnp.fft.rfft(h, axis=1)) + jnp.fft.irfft(x, 2, axis=1),
+    "top": lambda h, x: (*lax.top_k(h, 2), x),
+    "solve": lambda h, x: jnp.linalg.solve(h[:, :, None] * h[:, None] + 9 * jnp.eye(3), x[..., None]),
+    "determinant": lambda h, x: jnp.linalg.det(h[:, :, None] * x[:, None] + 9 * jnp.eye(3)),
+    "eigenvalues": lambda h, x: jnp.linalg.eigh(h[:, :, None] * h[:, None] + jnp.eye(3))[0] + x,
+    "singular values": lambda h, x: jnp.linalg.svd(h[:, :, None] * x[:, None])[1],
     "a constant": lambda h, x: (jnp.ones((ROWS, 2)), x),
 }
 TOGETHER = {
@@ -80,6 +101,20 @@ TOGETHER = {
     "all of one": lambda h, x: jnp.broadcast_to(h.reshape(-1)[:3], h.shape) + x,
     "transposed": lambda h, x: jnp.concatenate([h, x[:, :1]], 1).T,
     "merged axes": lambda h, x: jnp.concatenate([h, x[:, :1]], 1).reshape(2, 2, 4).swapaxes(0, 1).reshape(4, 4),
+    "a row set": lambda h, x: h.at[1].set(x[2]),
+    "rows set by index": lambda h, x: h.at[numbers(x)].set(x),
+    "rows set in another order": lambda h, x: h.at[jnp.array([1, 0, 2, 3])].set(x),
+    "a shared table": lambda h, x: h + jnp.zeros(3).at[numbers(x)].add(x[:, 0]),
+    "entries of other rows": lambda h, x: h.at[(jnp.arange(ROWS) + 1) % ROWS, numbers(x)].set(x[:, 0]),
+    "entries of later rows": lambda h, x: h.at[jnp.arange(ROWS) + 1, numbers(x)].set(x[:, 0]),
+    "entries read from the end": lambda h, x: x[jnp.arange(ROWS) - ROWS + 1, numbers(h)],
+    "the number as a column": lambda h, x: jnp.concatenate([h, x[:, :1]], 1)[numbers(x), jnp.arange(ROWS)],
+    "columns set by number": lambda h, x: jnp.concatenate([h, x[:, :1]], 1).at[numbers(x), jnp.arange(ROWS)].set(1.0),
+    "filters": lambda h, x: lax.conv_general_dilated(h.T[None], x[..., None], (1,), "SAME")[0],
+    "convolved rows": lambda h, x: lax.conv_general_dilated(h.T[:, None], W[None, None, 0], (1,), "SAME")[:, 0].T + x,
+    "fourier over rows": lambda h, x: jnp.abs(jnp.fft.fft(h, axis=0)) + x,
+    "top rows": lambda h, x: lax.top_k(h.T, ROWS)[0].T + x,
+    "a matrix of rows": lambda h, x: jnp.linalg.solve(h.T @ h + 9 * jnp.eye(3), x.T).T,
     "any row": lambda h, x: jnp.where(jnp.any(h > 0), h, x),
     "a branch on rows": lambda h, x: lax.cond(h.sum() > 0, lambda h: h, lambda h: -h, x),
     "a loop over rows": lambda h, x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), h)[1] + x,
@@ -110,7 +145,7 @@ def meet(body):
     return False
 
 
-BY_INDEX = ["columns by index", "embedding", "own entry"]
+BY_INDEX = ["columns by index", "embedding", "own entry", "own entry set by number", "mapped index"]
 
 
 @pytest.mark.parametrize(
@@ -181,3 +216,20 @@ def selections(body, *, rows=ROWS):
 def test_a_step_that_nobody_differentiates_has_no_stand_ins():
     apart, together = APART["product"], TOGETHER["sum"]
     assert selections(together) - selections(apart) == 2  # of the state and of x, before the body
+
+
+def test_a_single_row_is_apart_from_others_if_its_step_ends():
+    def rest(h, x):
+        return jnp.where(jnp.any(h > 0), h.sum(0, keepdims=True), x)
+
+    def until(h, x):
+        return lax.while_loop(lambda c: jnp.any(c < 1), lambda c: c + 1, jnp.abs(h)) + x
+
+    def proven(body, returned, rows=1):
+        given = array(rows, 3, seed=1), array(rows, 3, seed=2)
+        return keeps_rows_apart(jax.make_jaxpr(body)(*given).jaxpr, (0, 0), returned, rows)
+
+    assert proven(rest, [0])
+    assert not proven(rest, [0], rows=2)
+    assert not proven(rest, [None])
+    assert not proven(until, [0])

@@ -10,10 +10,14 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from .._avals import LeafAxes
-from .equations import called, loop_of
+from .equations import called, holds, loop_of
 
 _Axes = list[int | None]
+
+_MAY_NOT_END = frozenset({"while"})  # on the numbers of a padded row
 
 
 class _Unproven(Exception):
@@ -37,6 +41,8 @@ def keeps_rows_apart(jaxpr: Any, given: LeafAxes, returned: LeafAxes, rows: int)
     Returns:
         True if that is proven. False does not mean that rows meet.
     """
+    if rows == 1 and None not in returned and not holds(jaxpr, _MAY_NOT_END):
+        return True
     try:
         found = _outputs(jaxpr, given, rows)
     except (
@@ -51,22 +57,89 @@ def keeps_rows_apart(jaxpr: Any, given: LeafAxes, returned: LeafAxes, rows: int)
 
 def _outputs(jaxpr: Any, given: Sequence[int | None], rows: int) -> _Axes:
     known: dict[Any, int] = {var: axis for var, axis in zip(jaxpr.invars, given, strict=True) if axis is not None}
+    numbers = _RowNumbers(rows)
 
     def axes_of(atoms: Sequence[Any]) -> _Axes:
         return [None if hasattr(atom, "val") else known.get(atom) for atom in atoms]
 
     for equation in jaxpr.eqns:
+        numbers.follow(equation)
         axes = axes_of(equation.invars)
         if all(axis is None for axis in axes):
             continue
-        for var, axis in zip(equation.outvars, _of_equation(equation, axes, rows), strict=True):
+        for var, axis in zip(equation.outvars, _of_equation(equation, axes, rows, numbers), strict=True):
             if axis is not None:
                 _require(var.aval.shape[axis] == rows)
                 known[var] = axis
     return axes_of(jaxpr.outvars)
 
 
-def _of_equation(equation: Any, axes: _Axes, rows: int) -> _Axes:
+class _RowNumbers:
+    """Which indices are the row's own number, as in `cache.at[jnp.arange(rows), t].set(x)`.
+
+    Integers that an equation computes from no input are computed here too, with numpy.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self._rows = rows
+        self._values: dict[Any, Any] = {}
+        self._joined: dict[Any, list[tuple[int, Any]]] = {}  # of a concatenation: the width and value of each part
+
+    def follow(self, equation: Any) -> None:
+        """Notes what an equation computes, if that is known. A jaxpr's equations are followed in their order."""
+        name, params, out = equation.primitive.name, equation.params, equation.outvars[:1]
+        if name not in _KNOWN or not _is_small_integer(out[0].aval):
+            return
+        parts = [atom.val if hasattr(atom, "val") else self._values.get(atom) for atom in equation.invars]
+        if all(part is not None for part in parts):
+            self._values[out[0]] = _KNOWN[name](params, *map(np.asarray, parts))
+        elif name == "concatenate" and params["dimension"] == out[0].aval.ndim - 1:
+            self._joined[out[0]] = [(a.aval.shape[-1], part) for a, part in zip(equation.invars, parts, strict=True)]
+
+    def columns(self, indices: Any, axis: int | None) -> dict[int, int]:
+        """The columns of indices, along their last axis, that hold the row's number, and the axis of the rows."""
+        shape, start, found = indices.aval.shape, 0, dict[int, int]()
+        for width, value in self._joined.get(indices, [(shape[-1], self._values.get(indices))]):
+            for place in range(len(shape) - 1) if axis is None else [axis]:
+                if value is None or shape[place] != self._rows:
+                    continue
+                own = np.arange(self._rows).reshape([-1 if a == place else 1 for a in range(len(shape) - 1)])
+                found.update({start + n: place for n in range(width) if np.all(value[..., n] == own)})
+            start += width
+        return found
+
+
+def _is_small_integer(aval: Any) -> bool:
+    """Whether a value is worth to be known."""
+    return aval.dtype.kind in "iub" and all(isinstance(n, int) for n in aval.shape) and math.prod(aval.shape) < 2**16
+
+
+def _broadcast(params: Any, value: Any) -> Any:
+    places = dict(zip(params["broadcast_dimensions"], value.shape, strict=True))
+    shape = params["shape"]
+    return np.broadcast_to(value.reshape([places.get(axis, 1) for axis in range(len(shape))]), shape)
+
+
+def _iota(params: Any) -> Any:
+    dtype, shape, along = params["dtype"], params["shape"], params["dimension"]
+    own = [-1 if axis == along else 1 for axis in range(len(shape))]
+    return np.broadcast_to(np.arange(shape[along], dtype=dtype).reshape(own), shape)
+
+
+_KNOWN: dict[str, Callable[..., Any]] = {
+    "add": lambda params, a, b: a + b,
+    "broadcast_in_dim": _broadcast,
+    "concatenate": lambda params, *values: np.concatenate(values, params["dimension"]),
+    "convert_element_type": lambda params, value: value.astype(params["new_dtype"]),
+    "iota": _iota,
+    "lt": lambda params, a, b: a < b,
+    "reshape": lambda params, value: value.reshape(params["new_sizes"]),
+    "select_n": lambda params, which, *cases: np.choose(which, cases),
+}
+"""The primitives with which JAX makes indices of what a user wrote, from parameters and values."""
+
+
+def _of_equation(equation: Any, axes: _Axes, rows: int, numbers: _RowNumbers) -> _Axes:
     """For each output of an equation where its rows are; it has rows among its inputs."""
     name = equation.primitive.name
     inner = called(equation)
@@ -76,6 +149,8 @@ def _of_equation(equation: Any, axes: _Axes, rows: int) -> _Axes:
         return _WITH_PROGRAMS[name](equation, axes, rows)
     if name in ELEMENTWISE:
         return [_one(axes)]
+    if name in _INDEXED:
+        return [_INDEXED[name](equation, axes, numbers)]
     return [_RULES[name](equation, axes)] * len(equation.outvars)
 
 
@@ -181,23 +256,64 @@ def _dot_general(equation: Any, axes: _Axes) -> int:
     return place
 
 
-def _gather(equation: Any, axes: _Axes) -> int:
-    """Indices of all rows, `x[:, i]`; an index per row, `table[ids]`; or each row's into itself, `take_along_axis`."""
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
-    of_operand, of_indices = axes
-    operand, indices = (var.aval for var in equation.invars)
-    if of_operand is not None and of_indices is None:  # `x[:, i]`: all rows of it
-        removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        _require(of_operand not in removed and sizes[of_operand] == operand.shape[of_operand])
-        sliced = [axis for axis in range(operand.ndim) if axis not in removed]
-        return int(numbers.offset_dims[sliced.index(of_operand)])
-    kept = [axis for axis in range(equation.outvars[0].aval.ndim) if axis not in numbers.offset_dims]
-    if of_indices is None or of_indices == indices.ndim - 1:
-        raise _Unproven
-    if of_operand is not None:
-        pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-        _require((of_operand, of_indices) in pairs)
-    return kept[of_indices]
+def _convolution(equation: Any, axes: _Axes) -> int:
+    """Rows are the images' batch. In the filters, they are mixed with the features of the result."""
+    dims = equation.params["dimension_numbers"]
+    _require(_only(axes) == dims.lhs_spec[0] and equation.params["batch_group_count"] == 1)
+    return int(dims.out_spec[0])
+
+
+def _own_axes(batching: Any, columns: dict[int, int], index_map: Any, of_indices: int | None) -> dict[int, int]:
+    """The axes of an operand along which each row is led to itself, and the axis of the rows in the indices."""
+    mapped = {axis: other for axis, other in batching if of_indices in (None, other)}
+    return mapped | {index_map[column]: axis for column, axis in columns.items()}
+
+
+def _gather(equation: Any, axes: _Axes, numbers: _RowNumbers) -> int:
+    """Indices of all rows, `x[:, i]`; an index per row, `table[ids]`; or each row's into itself.
+
+    The last is `take_along_axis`, an index under `jax.vmap`, or one with the row's number, `x[jnp.arange(rows), i]`.
+    """
+    dims, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+    (of_operand, of_indices), (operand, indices) = axes, equation.invars
+    removed = {*dims.collapsed_slice_dims, *dims.operand_batching_dims}
+    if of_operand is not None and of_indices is None and of_operand not in removed:
+        _require(sizes[of_operand] == operand.aval.shape[of_operand])
+        sliced = [axis for axis in range(operand.aval.ndim) if axis not in removed]
+        return int(dims.offset_dims[sliced.index(of_operand)])
+    kept = [axis for axis in range(equation.outvars[0].aval.ndim) if axis not in dims.offset_dims]
+    if of_operand is None:
+        return kept[_one([axis if axis != indices.aval.ndim - 1 else None for axis in axes])]
+    batching = zip(dims.operand_batching_dims, dims.start_indices_batching_dims, strict=True)
+    own = _own_axes(batching, numbers.columns(indices, of_indices), dims.start_index_map, of_indices)
+    _require(sizes[of_operand] == 1)
+    return kept[own[of_operand]]
+
+
+def _scatter(equation: Any, axes: _Axes, numbers: _RowNumbers) -> int:
+    """All rows are written at one index, `x.at[:, i].set(u)`, or each row into itself, as `_gather` reads."""
+    dims = equation.params["dimension_numbers"]
+    (of_operand, of_indices, of_updates), (operand, indices, updates) = axes, equation.invars
+    removed, windows = {*dims.inserted_window_dims, *dims.operand_batching_dims}, dims.update_window_dims
+    window = [axis for axis in range(operand.aval.ndim) if axis not in removed]
+    if of_operand is None and of_updates is not None and of_updates in windows:  # into what is the same for all rows
+        of_operand = window[windows.index(of_updates)]
+    if of_indices is None and of_operand in window:
+        along = windows[window.index(of_operand)]
+        _require(of_updates in (None, along) and updates.aval.shape[along] == operand.aval.shape[of_operand])
+        return of_operand
+    kept = [axis for axis in range(updates.aval.ndim) if axis not in windows]
+    batching = zip(dims.operand_batching_dims, dims.scatter_indices_batching_dims, strict=True)
+    own = _own_axes(batching, numbers.columns(indices, of_indices), dims.scatter_dims_to_operand_dims, of_indices)
+    fits = [a for a, i in own.items() if a in removed and of_operand in (None, a) and of_updates in (None, kept[i])]
+    _require(fits)
+    return fits[0]
+
+
+_INDEXED: dict[str, Callable[[Any, _Axes, _RowNumbers], int]] = {
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub"), _scatter),
+}
 
 
 def _of_branches(equation: Any, axes: _Axes, rows: int) -> _Axes:
@@ -226,7 +342,19 @@ def _of_scan(equation: Any, axes: _Axes, rows: int) -> _Axes:
         carry = wider
 
 
-_WITH_PROGRAMS: dict[str, Callable[[Any, _Axes, int], _Axes]] = {"cond": _of_branches, "scan": _of_scan}
+def _of_solve(equation: Any, axes: _Axes, rows: int) -> _Axes:
+    """`jnp.linalg.solve`: what solves it runs, and the rest is for derivatives."""
+    lengths, jaxprs = equation.params["const_lengths"], equation.params["jaxprs"]
+    start = lengths.matvec + lengths.vecmat
+    consts, given = axes[start : start + lengths.solve], axes[sum(lengths) :]
+    return _outputs(jaxprs.solve.jaxpr, [*consts, *given], rows)
+
+
+_WITH_PROGRAMS: dict[str, Callable[[Any, _Axes, int], _Axes]] = {
+    "cond": _of_branches,
+    "custom_linear_solve": _of_solve,
+    "scan": _of_scan,
+}
 
 _REDUCTIONS = ("argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum")
 _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
@@ -237,18 +365,24 @@ _RULES: dict[str, Callable[[Any, _Axes], int]] = {
     "broadcast_in_dim": lambda equation, axes: int(equation.params["broadcast_dimensions"][_only(axes)]),
     "cholesky": _last_axes(2),
     "concatenate": _not_along("dimension"),
+    "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
     "dynamic_slice": _slice,
     "dynamic_update_slice": _update,
-    "gather": _gather,
+    "eigh": _last_axes(2),
+    "fft": lambda equation, axes: _last_axes(len(equation.params["fft_lengths"]))(equation, axes),
+    "lu": _last_axes(2),
+    "lu_pivots_to_permutation": _last_axes(1),
     "pad": _pad,
     "reshape": _reshape,
     "rev": _not_along("dimensions"),
     "slice": _slice,
     "sort": _not_along("dimension"),
     "split": _not_along("axis"),
+    "svd": _last_axes(2),
     "squeeze": _removes("dimensions"),
     "stack": lambda equation, axes: _one(axes) + (equation.params["axis"] <= _one(axes)),
+    "top_k": _not_along("axis"),
     "transpose": lambda equation, axes: tuple(equation.params["permutation"]).index(_only(axes)),
     "triangular_solve": _last_axes(2),
 }

@@ -62,7 +62,8 @@ def write_chunks(
     carried = Carried(loop.state, places.lay(outputs))
     consts = (loop.consts, places.lay(loop.xs))
     scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
-    whole = Feed(places.starts(count), schedule=scheduled)
+    # A mask is read by many fusions. At a pair of indices, XLA's CPU backend does not vectorize these.
+    whole = Feed(places.starts(count), valid=consts[1].valid if places.folded else None, schedule=scheduled)
 
     def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
         rest = _Chunk(as_step(loop.having(length=left)), tiers[-1:], axes, products, Places(left))
@@ -79,6 +80,8 @@ def write_chunks(
 @dataclass(frozen=True)
 class _Chunk:
     """A step that runs the scheduled part of a chunk. Its consts are (consts, xs), its x is where the chunk begins.
+
+    Its feed has the chunk's mask, bool[steps, *batch], if `places` are folded.
 
     Attributes:
         steps: runs the steps of a chunk.
@@ -103,9 +106,9 @@ class _Chunk:
             loop, step, consts = self._begin(inner, carried.state, fed)
             writing = loop.having(
                 step=_Write(step, self.places.folded),
-                consts=(consts, xs, feed.x),
+                consts=(consts, xs if feed.valid is None else xs._replace(valid=None), feed.x),
                 state=carried,
-                xs=Feed(self.places.steps()),
+                xs=Feed(self.places.steps(), valid=feed.valid),
             )
             return run(writing)[0]
 
@@ -148,7 +151,10 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Write:
-    """A step that writes its outputs. Its consts are (consts, xs, the chunk's x), its x is its place in the chunk."""
+    """A step that writes its outputs. Its consts are (consts, xs, the chunk's x), its x is its place in the chunk.
+
+    The mask is in its feed, or in xs.
+    """
 
     step: Step
     folded: bool
@@ -156,7 +162,8 @@ class _Write:
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x
         at = indices_of(start, place, folded=self.folded)
-        fed = jax.tree.map(lambda leaf: entry(leaf, at), xs)
+        fed: Feed = jax.tree.map(lambda leaf: entry(leaf, at), xs)
+        fed = fed if feed.valid is None else fed._replace(valid=feed.valid)
         new, ys = self.step(inner, state.state, Feed((place, fed)))
         outputs = zip(state.outputs, ys, strict=True)
         return Carried(new, [put_entry(out, y, at) for out, y in outputs]), None
