@@ -8,7 +8,7 @@ import numpy as np
 
 from .._avals import Array, PyTree
 from .._errors import verb
-from .._reprs import short_html, short_repr
+from .._tree import short_html, short_repr
 from .._types import X
 
 
@@ -90,7 +90,7 @@ class Padded(NamedTuple, Generic[X]):
     @verb
     def mask(self) -> Array:
         """Which steps are valid, bool[T, B]; under a trace too."""
-        from .._checks.rows import check_lengths
+        from .._transforms.rows.checks import check_lengths
         from .._transforms.rows.leaves import mask_of_lengths
         from .sequences import check_lead
 

@@ -14,8 +14,7 @@ from .._avals import Array, PyTree
 from .._body.carry import read_carries
 from .._errors import Misuse
 from .._loop.loop import Body
-from .._loop.reports import RUNS, Report, Site
-from .._progress import Progress
+from .._progress import RUNS, Progress, Report, Site
 from .._transforms.progress import check_progress, check_shown
 from ..carries._registry import adopt
 

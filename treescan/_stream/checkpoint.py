@@ -21,9 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._avals import PyTree, describe_argument, describe_leaf, is_key
-from .._checkpoint import Checkpoint
 from .._errors import CheckpointError, Fault, Misuse, Row, TypeMisuse, expect_int
 from .._tree import leaves_with_path
+from .._types import Checkpoint
 
 _LOCK = ".lock"
 

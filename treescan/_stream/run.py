@@ -1,30 +1,148 @@
-"""The loop over the parts of a stream, on the host: each part is one call of the library's own scan."""
+"""The loop over the parts of a stream, on the host: what it refuses, its parts, and the calls of scan."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from .._avals import Array, PyTree, is_weak, promoted
-from .._errors import Fault, Misuse
-from .._loop.reports import probes_of
-from .._transforms.outputs import ALL, LAST
-from .._tree import Prefix, freeze_static, map_leaves, thaw_static
+from .._body.call import takes_keyword
+from .._errors import Fault, Misuse, TracedArgumentError, explain
+from .._loop.loop import Body
+from .._progress import probes_of
+from .._transforms.outputs import ALL, LAST, check_save, is_positions
+from .._transforms.rows.checks import check_lengths
+from .._tree import Prefix, freeze_static, leaves_with_path, map_leaves, short_html, short_repr, thaw_static
+from .._types import Carry, Save, Y
 from ..carries._registry import adopt
-from .checks import NO_LIMIT, refuse_traced
-from .part import Part
-from .reader import Reader
-from .sources import Read, Source, padded
+from .sources import Read, Reader, Source, padded
 
 if TYPE_CHECKING:
     from .bar import Bar
     from .checkpoint import Folder
+
+
+@dataclass(frozen=True, repr=False)
+class Part(Generic[Carry, Y]):
+    """A part of a stream that has run.
+
+    Attributes:
+        start: the position of its first step in the whole run. With `reverse=True`, parts come from the last one on.
+        length: the number of its steps.
+        ys: the outputs of its steps, `[length, ...]`; with `save="last"`, the last output so far.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(total, x):
+        ...     return total + x, total
+        >>> parts = treescan.stream_parts(
+        ...     step, jnp.float32(0), jnp.arange(5.0), chunk=2
+        ... )
+        >>> for part in parts:
+        ...     print(part.start, part.ys, part.carry)
+        0 [0. 0.] 1.0
+        2 [1. 3.] 6.0
+        4 [6.] 10.0
+    """
+
+    start: int
+    length: int
+    ys: Y
+    _carry: Carry | None = None
+    _is_donated: bool = False
+
+    @property
+    def carry(self) -> Carry:
+        """The carry after the last of its steps.
+
+        Raises:
+            ArgumentError: with `donate=True`, as its memory is that of the next carry.
+        """
+        if self._is_donated:
+            says = f"{{verb}}: the carry of the part at step {self.start} was donated to the next part."
+            raise explain(
+                Misuse(says, "Leave `donate=True` out to read carries. A second one is then in memory."), "carry"
+            )
+        carry: Any = self._carry
+        return carry
+
+    def _shown(self) -> dict[str, Any]:
+        carry = {} if self._is_donated else {"carry": self._carry}
+        return {"start": np.asarray(self.start), "length": np.asarray(self.length), "ys": self.ys, **carry}
+
+    def __repr__(self) -> str:
+        return short_repr("Part", **self._shown())
+
+    def _repr_html_(self) -> str:
+        return short_html("Part", **self._shown())
+
+
+NO_LIMIT = 2**31 - 1
+"""The length of a masked loop without rows, before the end of its source."""
+
+
+def lengths_of(lengths: Any, source: Source, body: Body, *, masks: bool) -> Any:
+    """int32[*batch], of the rows; NO_LIMIT for a loop without rows that is masked. None: nothing is.
+
+    Args:
+        lengths: as the user gave them.
+        source: what is read.
+        body: the body, which may take `valid`.
+        masks: whether a last part of fewer steps is masked.
+    """
+    if isinstance(lengths, jax.Array) and not (lengths.is_fully_addressable or lengths.is_fully_replicated):
+        lengths = multihost_utils.process_allgather(lengths, tiled=True)  # each process needs those of all rows
+    if lengths is not None:
+        return np.asarray(check_lengths(lengths, source.length)).astype(np.int32)
+    is_even = source.length is not None and source.length % source.chunk == 0
+    if takes_keyword(body, "valid") or (masks and not is_even):
+        return np.asarray(NO_LIMIT, np.int32)
+    return None
+
+
+def check_save_of(save: Save, source: Source) -> Prefix | None:
+    """What is kept of y. The positions k-1, 2k-1 and so on are the same in each part and in the whole."""
+    if any(map(is_positions, Prefix.of(save).leaves)):
+        raise Misuse(
+            "{call}: `save` has positions, which {verb} does not take.",
+            "Keep all outputs, and pick those of each part: `part.ys` begins at the position `part.start`.",
+        )
+    keeps = check_save(save)
+    for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
+        if keep and source.chunk % keep:
+            raise Misuse(
+                f"{{call}}: `save={keep}` needs a `chunk` that is a multiple of {keep}, got {source.chunk}.",
+                f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
+            )
+    return keeps
+
+
+def refuse_tracers(init: PyTree, source: Any) -> None:
+    """Refuses values of a transformation of JAX in what a stream is given, and a stream that is called under one."""
+    for name, tree in {"init": init, "source": None if isinstance(source, Iterator) else source}.items():
+        for path, leaf in leaves_with_path(name, tree):
+            refuse_traced(f"{path} is traced", [leaf])
+    refuse_traced("this is called under a transformation", [jax.lax.stop_gradient(0.0)])
+
+
+def refuse_traced(what: str, leaves: list[Any]) -> None:
+    """Refuses values of a transformation of JAX."""
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: {what}, but the loop over the parts runs on the host.",
+            "Under a transformation of JAX, use `treescan.scan` or `treescan.mask_scan`. The body of a stream may use "
+            "all of them.",
+        )
 
 
 class _Ran(NamedTuple):

@@ -18,10 +18,9 @@ from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
 from .._errors import describe_body, is_from_jax, warn_user
 from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Step
-from .._loop.rewrite import is_rewriting
-from .._remat import Remat
 from .._trace.equations import equations_within, jaxprs_within
-from .._trace.hoist import Hoisted, smooth_part
+from .._trace.hoist import Hoisted, is_rewriting, smooth_part
+from .._types import Remat
 from .refuse import refuse_symbolic
 
 _ORDER = frozenset({"ge", "gt", "le", "lt"})

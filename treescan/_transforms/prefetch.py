@@ -23,9 +23,9 @@ from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument, descri
 from .._errors import ArgumentError, Fault
 from .._loop.loop import Feed, Loop, Memo, Step, is_untraced
 from .._loop.run import run
-from .._remat import Remat
 from .._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
 from .._tree import Static, merge, same_structure, split, thaw_static
+from .._types import Remat
 from .axes import scan_over_axes
 from .checkpoint import pull_later
 from .nest import finish, run_nested

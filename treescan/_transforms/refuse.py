@@ -7,8 +7,8 @@ from collections.abc import Callable, Generator
 from typing import NoReturn
 
 from .._errors import Fault, Misuse
-from .._remat import Remat
 from .._trace.hoist import Hoisted
+from .._types import Remat
 
 
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:

@@ -13,10 +13,9 @@ from .._avals import describe_argument, exact_int
 from .._errors import Misuse, TypeMisuse, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step, is_untraced
-from .._loop.rewrite import is_rewriting
-from .._remat import Remat
 from .._trace.cost import count_operations, count_saved_bytes
-from .._trace.hoist import Hoisted, hoist, traced
+from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
+from .._types import Remat
 from .budget import fit_budget
 from .checkpoint import (
     RematChunk,
@@ -25,8 +24,8 @@ from .checkpoint import (
     saves_whole_steps,
     warn_of_unknown_names,
 )
+from .in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
-from .weights.in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
 
 _WHOLE = jax.checkpoint_policies.everything_saveable
 

@@ -25,9 +25,8 @@ from .._types import ProgressLike, RematLike
 from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
-from .prepare import prepare
+from .prepare import prepare, silent
 from .prepare_layers import explain_traced, prepare_layers
-from .progress import silent
 from .scan import accumulate, fold, scan
 from .while_scan import while_scan
 
@@ -172,7 +171,7 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
         float32[8,64] 1
     """
     try:
-        from .._describe.gather import gather  # here, not above: only a description needs it
+        from .._describe.findings import gather  # here, not above: only a description needs it
 
         call = _taking("describe", verb, args, options)
         with silent(), jax.disable_jit(False):

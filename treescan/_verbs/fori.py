@@ -9,10 +9,10 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._arguments import check_bound, check_length, check_options
 from .._avals import Array, ArrayLike, PyTree, describe_traced
 from .._body.call import check_callable
 from .._body.signature import FORI
-from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import Misuse, TypeMisuse, explain, in_own_words, verb
 from .._transforms.axes import Count
 from .._transforms.rows.fill import KeepRows

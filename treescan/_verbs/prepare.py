@@ -1,7 +1,8 @@
-"""The common start and end of every verb: checks the arguments, restores the user's trees."""
+"""The common start and end of every verb: checks the arguments, restores the user's trees, shows its progress."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,22 +12,21 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from .._arguments import check_key, check_keywords, check_length, check_run, infer_length, resolve_axes
 from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
-from .._axes import static_axes
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import FORI, Convention
-from .._checks.arguments import check_key, check_keywords, check_length, check_run, infer_length, resolve_axes
-from .._checks.rows import check_padded, check_rows, check_targets
 from .._data.batch import Packed, Padded
-from .._errors import Misuse, describe_body
+from .._errors import Misuse, describe_body, verb
 from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
-from .._transforms.axes import OverAxes
+from .._transforms.axes import OverAxes, static_axes
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
+from .._transforms.rows.checks import check_padded, check_rows, check_targets
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
@@ -34,12 +34,10 @@ from .._transforms.rows.skip import Skip
 from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
-from .progress import shown_around, silent
 
 if TYPE_CHECKING:
+    from .._progress import Progress
     from .._transforms.progress import ShowProgress
-
-_Batch = Padded[Any] | Packed[Any]
 
 
 def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
@@ -271,7 +269,7 @@ class Prepared:
             else:
                 result = program(self.given)
         if any(getattr(each, "returned", False) for each in program.transforms):
-            from .._transforms.finite.report import FiniteReport
+            from .._transforms.finite.check import FiniteReport
 
             result = Result(*result)
             result = result._replace(evidence=FiniteReport.of(result.evidence or ()))
@@ -563,3 +561,80 @@ def run_scan(
         call.showing(progress),
         donates=donates,
     )
+
+
+_context: Any = None
+"""A context of JAX, which is a part of what JAX finds its programs by.
+
+It is made when it is first needed, because JAX then compiles each program once more.
+"""
+
+
+def around() -> Progress | None:
+    """What the context shows; None: there is none."""
+    return None if _context is None else _context.value
+
+
+def silent() -> contextlib.AbstractContextManager[Any]:
+    """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
+    return contextlib.nullcontext() if around() is None else _context(None)
+
+
+def shown_around(call: Call) -> Progress | None:
+    """What is shown of a call that does not mention `progress`. Steps whose number is symbolic are not shown."""
+    shown = around()
+    if shown is None or not isinstance(call.length, int):
+        return None
+    from .._transforms.progress import label_of
+
+    verb = call.convention.verb
+    name = label_of(call.body, verb)
+    return dataclasses.replace(shown, label=shown.label or (name if name == verb else f"{verb} {name}"))
+
+
+@verb
+def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextManager[None]:
+    """Shows a bar for each loop of treescan within the context, also for those in the code of other libraries.
+
+    A loop that runs in a step of another loop of treescan has no bar, or it would have one in each step. A call's own
+    `progress` takes precedence: `progress=False` shows nothing. Loops that cannot have a bar run without.
+
+    A function under `jax.jit` is traced and compiled once more within the context, and keeps its old program outside.
+    When a process opens its first context, JAX also drops what it has compiled before. Open that one while no other
+    thread runs JAX. A context belongs to the thread that opens it.
+
+    Args:
+        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates`, `meter` and `batched`.
+            Without a label, a bar has the names of the verb and of the body. False and None: no bars within, not even
+            if the context is within another.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ArgumentError: for a `Progress` that cannot be had, or with `show` or `backward`.
+        ArgumentTypeError: if it is of another type.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def library_code(xs):
+        ...     return treescan.fold(lambda h, x: h + x, 0.0, xs)
+        >>> with treescan.progress():
+        ...     total = library_code(jnp.ones(100))
+    """
+    global _context
+    from .._transforms.progress import check_settings
+
+    checked = check_settings(progress)
+    for name in ("show", "backward"):
+        if checked is not None and getattr(checked, name):
+            raise Misuse(
+                f"{{call}}: `{name}` of a `Progress` is for a single loop, and the context may contain others.",
+                "Give it to the call of that loop, as its `progress`.",
+            )
+    _context = _context or jax.make_user_context(None)
+    return _context(checked)
+
+
+_Batch = Padded[Any] | Packed[Any]

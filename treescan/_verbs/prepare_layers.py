@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from .._arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_run,
+    needs_positional,
+    no_axis,
+    resolve_axes,
+    with_axes,
+)
 from .._avals import (
     Array,
     ArrayLike,
@@ -24,26 +34,15 @@ from .._avals import (
 from .._body.call import are_alike
 from .._body.carry import StateAndY
 from .._body.signature import WITH_STATE, Convention
-from .._checks.arguments import (
-    check_key,
-    check_keywords,
-    check_length,
-    check_run,
-    needs_positional,
-    no_axis,
-    resolve_axes,
-    with_axes,
-)
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
 from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
-from .._remat import Remat
 from .._trace.hoist import hoist, is_smooth
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Axes, FiniteCheck, ProgressLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import Prepared, body_of, first_position, recording
 

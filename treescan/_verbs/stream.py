@@ -9,13 +9,11 @@ from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 
+from .._arguments import check_length, check_options, check_reverse
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import STREAM
-from .._checks.arguments import check_length, check_options, check_reverse
 from .._errors import expect, expect_int, explain, verb
-from .._stream.checks import check_save_of, lengths_of, refuse_tracers
-from .._stream.part import Part
-from .._stream.run import Run
+from .._stream.run import Part, Run, check_save_of, lengths_of, refuse_tracers
 from .._stream.sources import source_of
 from .._types import (
     Carry,
@@ -31,8 +29,7 @@ from .._types import (
     ValidBody,
     Y,
 )
-from .prepare import body_of, run_scan
-from .progress import around
+from .prepare import around, body_of, run_scan
 
 _NO_GRADIENT = "no gradient flows between the parts of a stream. `treescan.scan` takes it."
 _STEPS_FIRST = "the first axis of a source and of ys is the steps."

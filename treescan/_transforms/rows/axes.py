@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, is_key, shape_of
-from ..._axes import spread_axes
 from ..._body.carry import call_hook
 from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
 from ..._loop.loop import Feed, Loop
 from ..._trace.hoist import Hoisted, Traced
 from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str, split
 from ...carries._base import AbstractCarry, describe_class, is_carry
+from ..axes import spread_axes
 
 
 class RowAxes(NamedTuple):

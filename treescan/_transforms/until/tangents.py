@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, vary_over
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
-from ..._remat import Remat
 from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from ..._tree import Part
+from ..._types import Remat
 from ..checkpoint import (
     RematChunk,
     SaveDecisions,
@@ -35,9 +35,9 @@ from ..checkpoint import (
     reading,
     save_costly,
 )
+from ..in_bulk import in_bulk
 from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from ..rows.mask import masked_step
-from ..weights.in_bulk import in_bulk
 from .early_exit import Chunks, StepOutputs
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from .._avals import (
+from ._avals import (
     Array,
     LeafAxes,
     PyTree,
@@ -25,10 +25,9 @@ from .._avals import (
     shape_of,
     spec_parts,
 )
-from .._axes import check_axes, spread_axes
-from .._body.call import are_alike
-from .._body.signature import Convention
-from .._errors import (
+from ._body.call import are_alike
+from ._body.signature import Convention
+from ._errors import (
     ArgumentTypeError,
     BodyFault,
     Fault,
@@ -39,10 +38,11 @@ from .._errors import (
     expect,
     expect_int,
 )
-from .._loop.loop import Body
-from .._text import advice
-from .._tree import leaves_with_path, same_structure
-from .._types import Axes, MaskOptions, UnkeyedOptions
+from ._loop.loop import Body
+from ._text import advice
+from ._transforms.axes import check_axes, spread_axes
+from ._tree import leaves_with_path, same_structure
+from ._types import Axes, MaskOptions, UnkeyedOptions
 
 OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
 

@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from .._avals import (
+from ..._avals import (
     Array,
     LeafAxes,
     PyTree,
@@ -28,9 +28,8 @@ from .._avals import (
     is_weak,
     shape_of,
 )
-from .._axes import spread_prefix
-from .._body.carry import agree
-from .._errors import (
+from ..._body.carry import agree
+from ..._errors import (
     ArgumentError,
     ArgumentTypeError,
     Misuse,
@@ -38,10 +37,11 @@ from .._errors import (
     TypeMisuse,
     expect,
 )
-from .._transforms.rows.axes import RowFlags, spread_carry_axes
-from .._tree import Prefix, is_static, path_str
-from ..carries._base import is_carry
-from ..carries._registry import Adopted, adopt, kind_of
+from ..._tree import Prefix, is_static, path_str
+from ...carries._base import is_carry
+from ...carries._registry import Adopted, adopt, kind_of
+from ..axes import spread_prefix
+from .axes import RowFlags, spread_carry_axes
 
 
 def check_rows(flags: RowFlags, time_axis: int, steps: int, offset: Any = None) -> RowFlags:
