@@ -382,10 +382,6 @@ class StreamOptions(IndexOptions, total=False):
     donate: bool
 
 
-class KeyedStream(StreamOptions, KeyOption):
-    """The options of `stream` and `stream_parts` for a body that takes a key."""
-
-
 class Options(UnkeyedOptions, total=False):
     """The options that every verb shares with `scan`."""
 

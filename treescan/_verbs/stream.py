@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Generic, Literal, Required, Unpack, overload
 
 import numpy as np
 
@@ -20,8 +20,8 @@ from .._types import (
     CheckpointLike,
     FiniteCheck,
     KeyedBody,
-    KeyedStream,
     KeyedValidBody,
+    KeyOption,
     ProgressLike,
     Save,
     ScanBody,
@@ -42,86 +42,69 @@ _REFUSES = {
 }
 
 
+class PartsOptions(StreamOptions, total=False):
+    """The options of `stream_parts`, less `key`."""
+
+    save: Save
+
+
+class KeyedParts(PartsOptions, KeyOption):
+    """The options of `stream_parts` for a body that takes a key."""
+
+
+class EachPart(PartsOptions, Generic[Carry, Y], total=False):
+    """The options of `stream`, less `key`."""
+
+    on_part: Callable[[Part[Carry, Y]], object] | None
+
+
+class KeyedEach(EachPart[Carry, Y], KeyOption):
+    """The options of `stream` for a body that takes a key."""
+
+
+class LastPart(StreamOptions, Generic[Carry, Y], total=False):
+    """The options of `stream` that keeps the last output, less `key`."""
+
+    save: Required[Literal["last"]]
+    on_part: Callable[[Part[Carry, Y]], object] | None
+
+
+class KeyedLast(LastPart[Carry, Y], KeyOption):
+    """The options of `stream` that keeps the last output, for a body that takes a key."""
+
+
 # One overload for each kind of body, with `save="last"` and without.
 @overload
 def stream(
-    f: ScanBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: ScanBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[EachPart[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @overload
 def stream(
-    f: ValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: ValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[EachPart[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @overload
 def stream(
-    f: KeyedBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedLast[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: KeyedBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @overload
 def stream(
-    f: KeyedValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedLast[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: KeyedValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @verb
 def stream(
@@ -246,29 +229,19 @@ def stream(
 
 @overload
 def stream_parts(
-    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, *, save: Save = "all", **options: Unpack[StreamOptions]
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @overload
 def stream_parts(
-    f: ValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    **options: Unpack[StreamOptions],
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @overload
 def stream_parts(
-    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, *, save: Save = "all", **options: Unpack[KeyedStream]
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @overload
 def stream_parts(
-    f: KeyedValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    **options: Unpack[KeyedStream],
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @verb
 def stream_parts(

@@ -76,11 +76,7 @@ class WhileResult(NamedTuple, Generic[Carry, Y]):
 # One overload for each kind of body and of xs, as for `mask_scan`.
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X,
-    **options: Unpack[WhileXs],
+    cond: Cond[Carry], f: ScanBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
