@@ -27,8 +27,7 @@ from .._avals import (
 )
 from .._body.carry import agree, find_differences
 from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, speaking_of, verb
-from .._loop.loop import Body, is_jit_disabled
-from .._loop.retraces import under_a_trace
+from .._loop.loop import Body, is_jit_disabled, under_a_trace
 from .._transforms.axes import spread_prefix
 from .._tree import (
     Prefix,

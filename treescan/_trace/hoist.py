@@ -27,11 +27,10 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
 from .._errors import ArgumentTypeError, BodyFault, speaking_of
 from .._loop.loop import Body, Feed, Loop, Memo, Step
-from .._loop.run import named_signature, settle, weak_types_settled
+from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split
 from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
-from .raw_keys import with_raw_keys
 
 
 def silenced(jaxpr: Any) -> Any:
@@ -352,7 +351,11 @@ def traced(loop: Loop) -> Loop:
     """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
     if loop.trace is not None:
         return loop
-    return as_loop(hoist(with_raw_keys(loop)))
+    if checks_key_reuse():
+        from .raw_keys import with_raw_keys
+
+        loop = with_raw_keys(loop)
+    return as_loop(hoist(loop))
 
 
 def lifted(loop: Loop) -> Loop:

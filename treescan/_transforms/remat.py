@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import jax
 
 from .._avals import describe_argument, exact_int
-from .._errors import Misuse, TypeMisuse, speaking_of, warn_user
+from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step, is_untraced
 from .._trace.cost import count_operations, count_saved_bytes
+from .._trace.equations import equations_within
 from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
 from .._types import Remat
 from .budget import fit_budget
@@ -22,7 +23,6 @@ from .checkpoint import (
     checkpoint_steps,
     remat_sizes,
     saves_whole_steps,
-    warn_of_unknown_names,
 )
 from .in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
@@ -300,3 +300,54 @@ def _warn_of_no_change(kind: str) -> None:
             "already in that memory. To save less, use `levels`.",
             UserWarning,
         )
+
+
+def warn_of_unknown_names(plans: Sequence[Remat | None], traces: Sequence[Hoisted]) -> None:
+    """Warns if a policy of JAX has a name that no body with this plan gives to a value.
+
+    A rule of `jax.custom_vjp` may name values too, and is not in the trace: then nothing is known.
+
+    Args:
+        plans: a plan for each body.
+        traces: the traces of the bodies.
+    """
+    for i, plan in enumerate(plans):
+        if plan is not None and plan not in plans[:i]:
+            _check([trace for other, trace in zip(plans, traces, strict=True) if other == plan], plan.policy)
+
+
+def _check(traces: list[Hoisted], policy: Any) -> None:
+    asked = list(dict.fromkeys(_names_of(policy)))
+    if not asked or any(trace.jaxpr is None or trace.reverse_rule for trace in traces):
+        return
+    given = list(dict.fromkeys(name for trace in traces for name in _names_in(trace.jaxpr)))
+    unknown = [name for name in asked if name not in given]
+    if unknown:
+        body = describe_body([trace.loop.body.function for trace in traces])
+        known = f"It has the names {_listed(given)}." if given else "It has no names."
+        warn_user(
+            f"The policy of `remat` refers to the name {_listed(unknown)}, which no value in {body} has. {known} "
+            f'`jax.ad_checkpoint.checkpoint_name(value, "{unknown[0]}")` gives a value this name.',
+            UserWarning,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _names_of(policy: Any) -> Iterator[str]:
+    """The names in a policy that JAX made: in its attributes, or in what it closes over."""
+    if not is_from_jax(policy):
+        return
+    held = list(vars(policy).values()) if hasattr(policy, "__dict__") else []
+    for value in (*held, *(cell.cell_contents for cell in getattr(policy, "__closure__", None) or ())):
+        if isinstance(value, set | frozenset | list | tuple):
+            yield from sorted(name for name in value if isinstance(name, str))
+        elif callable(value):
+            yield from _names_of(value)
+
+
+def _names_in(jaxpr: Any) -> Iterator[str]:
+    """The names that a jaxpr gives to values, in loops and functions too."""
+    return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")

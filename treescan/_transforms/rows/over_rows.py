@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
 from ..._errors import Misuse
 from ..._loop.loop import Loop, is_untraced
+from ..._loop.run import checks_key_reuse
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
-from ..._trace.raw_keys import raw, with_raw_keys
 from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
 from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
@@ -66,8 +66,11 @@ class OverRows:
             hoisted, before = flatten_only(loop), loop
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:
-            loop = with_raw_keys(without_false_alarms(loop, axes.x))
-            given = given._replace(to=raw(given.to), inits=raw(given.inits))
+            loop = without_false_alarms(loop, axes.x)
+            if checks_key_reuse():
+                from ..._trace.raw_keys import raw, with_raw_keys
+
+                loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
             if loop.going is not None:
                 refuse_refs_in_skipped_steps(hoisted)
