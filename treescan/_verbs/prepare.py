@@ -375,6 +375,15 @@ class RowPlan(NamedTuple):
         """The transform, of the axes over which xs are scanned, and of other options; see `OverRows`."""
         return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact, others)
 
+    def restoring(self, flags: RowFlags, init: PyTree, call: Prepared) -> RowFlags:
+        """Checked flags, with what a reset restores if that is not the init."""
+        if self.reset_to is None and flags.inits is None:
+            return flags
+        from .._transforms.rows.resets import check_targets
+
+        arrays, root = call.given.init, call.call.names[0]
+        return check_targets(flags, self.reset_to, init, self.carries, self.time_axis, call.adopted, arrays, root)
+
 
 def _without_refs(
     chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck | Returned
@@ -450,11 +459,7 @@ def run_scan(
             donates=donates,
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
-    if rows.reset_to is not None or flags.inits is not None:
-        from .._transforms.rows.resets import check_targets
-
-        put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
-        flags = check_targets(flags, *put_back)
+    flags = rows.restoring(flags, init, call)
     filled, kept = Prefix.of(rows.fill), check_save(save)
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
