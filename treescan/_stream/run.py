@@ -1,9 +1,9 @@
-"""The loop over the parts of a stream, on the host: what it refuses, its parts, and the calls of scan."""
+"""The loop over the parts of a stream, on the host: what it refuses, its parts, its bar, and the calls of scan."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, cast
 
@@ -15,9 +15,10 @@ from jax.experimental import multihost_utils
 
 from .._avals import Array, PyTree, is_weak, promoted
 from .._body.call import takes_keyword
+from .._body.carry import read_carries
 from .._errors import Fault, Misuse, TracedArgumentError, explain
 from .._loop.loop import Body
-from .._progress import probes_of
+from .._progress import RUNS, Progress, Report, Site, probes_of
 from .._transforms.outputs import ALL, LAST, check_save, is_positions
 from .._transforms.rows.checks import check_lengths
 from .._tree import Prefix, freeze_static, leaves_with_path, map_leaves, short_html, short_repr, thaw_static
@@ -26,7 +27,6 @@ from ..carries._registry import adopt
 from .sources import Read, Reader, Source, padded
 
 if TYPE_CHECKING:
-    from .bar import Bar
     from .checkpoint import Folder
 
 
@@ -352,3 +352,61 @@ def _bare(carry: PyTree) -> PyTree:
 def _dressed(init: PyTree, bare: PyTree) -> PyTree:
     """The arrays of a carry as the user has them, like `init`."""
     return adopt(init).restore(thaw_static(bare))
+
+
+class Bar:
+    """Shows how far a stream is.
+
+    Args:
+        progress: what the user said, with a label and a meter.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        assert progress.label is not None and progress.meter is not None
+        for name, why in {
+            "backward": "no gradient flows through a stream.",
+            "batched": "a stream cannot be mapped.",
+            "updates": "a stream moves its bar after each part.",
+        }.items():
+            if getattr(progress, name):
+                raise Misuse(f"{{call}}: `{name}` of a `Progress` has no meaning here: {why}", "Leave it out.")
+        self._show = progress.show
+        self._site = Site(progress.label, progress.meter)
+
+    def values(self, carry: PyTree) -> dict[str, Array]:
+        """The values to show of a carry."""
+        if self._show is None:
+            return {}
+        from .._transforms.progress import check_shown
+
+        shown: Any = self._show(read_carries(adopt(carry).init, "carry"))
+        return {name: jnp.copy(shown[name]) for name in check_shown(shown)}  # the carry itself may be donated
+
+    @contextlib.contextmanager
+    def shown(self, done: int, total: int | None) -> Generator[Callable[[int, Mapping[str, Array]], None]]:
+        """Shows the bar; gives what moves it."""
+        number = RUNS.begin(self._site, total)
+
+        def move(done: int, shown: Mapping[str, Array]) -> None:
+            values = {name: np.asarray(value).item() for name, value in shown.items()}
+            RUNS.step(self._site, number, Report(total, done, first=False, last=False), values)
+
+        try:
+            if done:
+                move(done, {})
+            yield move
+        finally:
+            RUNS.end(number)
+
+
+def bar_of(progress: Any, step: Any) -> Bar | None:
+    """The bar that the user asked for, on the first process; None: nothing is shown.
+
+    Raises:
+        Fault: for an `ArgumentError` if it cannot be had.
+    """
+    from .._transforms.progress import check_progress
+
+    checked = check_progress(progress, Body.of(step), "stream")
+    bar = None if checked is None else Bar(checked)
+    return None if jax.process_index() else bar

@@ -13,7 +13,7 @@ from .._arguments import check_length, check_options, check_reverse
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import STREAM
 from .._errors import expect, expect_int, explain, verb
-from .._stream.run import Part, Run, check_save_of, lengths_of, refuse_tracers
+from .._stream.run import Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
 from .._stream.sources import source_of
 from .._types import (
     Carry,
@@ -354,8 +354,6 @@ def _run_of(
         label = shown.label or f"stream {label_of(body, 'stream')}"
         progress = dataclasses.replace(shown, label=label, updates=None, batched=False)
     if progress is not None and progress is not False:
-        from .._stream.bar import bar_of
-
         bar = bar_of(progress, alive)
     if checkpoint is not None:
         from .._stream.checkpoint import folder_of
