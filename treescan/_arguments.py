@@ -133,19 +133,6 @@ def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) 
     return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
 
 
-def check_bound(bound: Any, name: str) -> int:
-    """A concrete int: the end of a range of indices."""
-    if isinstance(bound, Tracer):
-        raise Fault(
-            TracedArgumentError,
-            f"{{call}}: `{name}` is {describe_traced(bound)}.",
-            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
-            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
-        )
-    first = "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps."
-    return expect_int(bound, name, first)
-
-
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:
     """One axis a leaf of xs, or None for the usual case: axis 0 of every leaf."""
     if type(in_axes) is int and in_axes == 0:

@@ -21,14 +21,12 @@ from treescan._trace.dependence import _RULES, dependent
 from treescan._transforms import in_bulk, products
 from treescan._transforms.checkpoint import (
     _COMPLEX_OF_REAL,
-    _OF_ONE_ARRAY,
-    _PRODUCTS,
     SaveDecisions,
     is_decision,
-    save_costly,
 )
 from treescan._transforms.in_bulk import compute_early
 from treescan._transforms.products import _CALLS, _OF_EACH_STEP, PRODUCTS
+from treescan._transforms.until.tangents import _OF_ONE_ARRAY, _PRODUCTS, save_costly
 
 TABLES = tables()
 EARLY = sorted((_OF_EACH_STEP | _CALLS) & ENTRIES.keys() - {"pvary"})  # that is for within a shard_map only

@@ -115,9 +115,6 @@ def _has_kind(dtype: Any, kind: Any) -> bool:
 
 _CARRY = "treescan carry"
 
-_PRODUCTS = frozenset({"mul", "square", "integer_pow"})
-_OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose"})
-
 
 @dataclass(frozen=True)
 class Checkpointed:
@@ -303,17 +300,6 @@ def policy_of_chunk(step: Step) -> Callable[..., Any] | None:
     loop of their derivatives begins. Any other chunk is one computation with its derivative, so decisions are saved.
     """
     return None if getattr(step, "is_loop", False) else SaveDecisions()
-
-
-def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
-    """The default policy of recomputed chunks: it saves everything that is not cheap to compute again.
-
-    Products are not saved, as their derivative needs their factors, nor are cheap functions of one array: as many
-    arrays are saved as without, or fewer. Of `tanh` that is its result, and not one minus it as well.
-    """
-    del params
-    arrays = sum(aval.ndim > 0 for aval in avals)
-    return prim.name not in _PRODUCTS and not (prim.name in _OF_ONE_ARRAY and arrays == 1)
 
 
 def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:

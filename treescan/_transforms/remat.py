@@ -25,7 +25,7 @@ from .checkpoint import (
     saves_whole_steps,
 )
 from .in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
-from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
+from .refuse import once_only, refuse_with_refs
 
 _WHOLE = jax.checkpoint_policies.everything_saveable
 
@@ -351,3 +351,30 @@ def _names_of(policy: Any) -> Iterator[str]:
 def _names_in(jaxpr: Any) -> Iterator[str]:
     """The names that a jaxpr gives to values, in loops and functions too."""
     return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")
+
+
+def refuse_to_repeat(hoisted: Hoisted) -> None:
+    """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
+    if hoisted.refs:
+        refuse_with_refs("remat")
+    if hoisted.once_only:
+        raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
+
+
+def refuse_offload(remat: Remat | None) -> None:
+    """Refuses to move carries if the outermost chunks are not those of the plan."""
+    if remat is not None and remat.offload is not None:
+        raise Misuse(
+            "{verb} over {body}: {verb} does not support the `offload` of a `Remat`, because it already recomputes "
+            "chunks.",
+            "Leave it out, or save less with `levels`.",
+        )
+
+
+def refuse_budget(remat: Remat | None, where: str) -> None:
+    """Refuses to choose a plan if the bytes of plans are unknown."""
+    if remat is not None and remat.budget is not None:
+        raise Misuse(
+            f"{{verb}} over {{body}}: `Remat.fit` cannot choose a plan for {where}.",
+            "Choose one yourself: `Remat(levels=...)`. More levels save less.",
+        )

@@ -21,7 +21,6 @@ from .axes import (
     Rows,
     not_proven,
     proof_of,
-    refuse_shared_keys,
     rows_of,
     rows_of_x,
     spread_batch_axes,
@@ -116,6 +115,8 @@ class OverRows:
         if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
             carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
         if self.compact:
+            from .compact import refuse_shared_keys
+
             refuse_shared_keys(loop.state, carry_axes, carry)
         x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)
         varying = varying_axes(jax.typeof(valid))
