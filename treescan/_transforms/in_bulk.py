@@ -22,7 +22,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from .._avals import Array, PyTree, is_sharded, place_like, varying_axes
+from .._avals import Array, PyTree, bytes_of, is_sharded, place_like, varying_axes
 from .._cpu.rows import as_one_matrix, is_computed_by_each_reader, written
 from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Memo, Step
@@ -483,11 +483,7 @@ def bytes_of_products(loop: Loop) -> int:
     products = [e.outvars[0] for _, e in equations]
     operands = {id(var): var for var in (each.of(e)[1] for each, e in equations)}
     kept = [var for key, var in operands.items() if key not in set(map(id, rest.invars))]
-    return sum(map(_bytes_of, [*products, *kept, *split.derivative.early.outvars]))
-
-
-def _bytes_of(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
+    return sum(bytes_of(var.aval) for var in (*products, *kept, *split.derivative.early.outvars))
 
 
 PAYS = 8
