@@ -31,10 +31,12 @@ EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.json"
 MODULES = [
     *(
         str(file.relative_to(ROOT))
-        for folder in ("_trace", "_cpu", "_transforms/rows", "_transforms/weights", "_transforms/until")
+        for folder in ("_trace", "_cpu", "_transforms/rows", "_transforms/until")
         for file in sorted((ROOT / "treescan" / folder).glob("*.py"))
         if file.stem != "__init__"
     ),
+    "treescan/_transforms/in_bulk.py",
+    "treescan/_transforms/products.py",
     "treescan/_transforms/truncate.py",
     "treescan/_loop/chunk.py",
 ]

@@ -8,7 +8,6 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import carries as carries
-    from ._checkpoint import Checkpoint as Checkpoint
     from ._data.batch import Packed as Packed, PackIndex as PackIndex, Padded as Padded
     from ._data.batches import (
         first as first,
@@ -20,8 +19,13 @@ if TYPE_CHECKING:
         unpack as unpack,
         unpad as unpad,
     )
-    from ._data.init_layers import init_layers as init_layers
-    from ._data.stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
+    from ._data.stack import (
+        init_layers as init_layers,
+        layer_at as layer_at,
+        set_layer as set_layer,
+        stack as stack,
+        unstack as unstack,
+    )
     from ._data.state_dict import (
         layers_from_state_dict as layers_from_state_dict,
         layers_to_state_dict as layers_to_state_dict,
@@ -43,18 +47,18 @@ if TYPE_CHECKING:
         TracedArgumentError as TracedArgumentError,
         TreescanError as TreescanError,
     )
-    from ._finite import NonFinite as NonFinite, last_nonfinite as last_nonfinite
-    from ._loop.rewrite import rewriting as rewriting
     from ._progress import (
         AbstractProgressMeter as AbstractProgressMeter,
         Progress as Progress,
         Text as Text,
         Tqdm as Tqdm,
     )
-    from ._remat import Remat as Remat
-    from ._stream.part import Part as Part
+    from ._stream.run import Part as Part
+    from ._trace.hoist import rewriting as rewriting
     from ._transforms.budget import RematPlan as RematPlan
-    from ._transforms.finite.report import FiniteReport as FiniteReport
+    from ._transforms.finite.case import NonFinite as NonFinite, last_nonfinite as last_nonfinite
+    from ._transforms.finite.check import FiniteReport as FiniteReport
+    from ._types import Checkpoint as Checkpoint, Remat as Remat
     from ._verbs.chunk_map import chunk_map as chunk_map
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
@@ -62,7 +66,7 @@ if TYPE_CHECKING:
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
     from ._verbs.lift import lift as lift
     from ._verbs.mask_scan import mask_scan as mask_scan
-    from ._verbs.progress import progress as progress
+    from ._verbs.prepare import progress as progress
     from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
     from ._verbs.stream import stream as stream, stream_parts as stream_parts
     from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
@@ -71,23 +75,21 @@ else:
         __name__,
         {
             ".": "carries",
-            "_checkpoint": "Checkpoint",
             "_data.batch": "Packed PackIndex Padded",
             "_data.batches": "first last length_mask pack pad repad unpack unpad",
-            "_data.init_layers": "init_layers",
-            "_data.stack": "layer_at set_layer stack unstack",
+            "_data.stack": "init_layers layer_at set_layer stack unstack",
             "_data.state_dict": "layers_from_state_dict layers_to_state_dict",
             "_describe.description": "Description",
             "_describe.measured": "Measurements",
             "_errors": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError "
             "PluginError PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
-            "_finite": "NonFinite last_nonfinite",
-            "_loop.rewrite": "rewriting",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
-            "_remat": "Remat",
-            "_stream.part": "Part",
+            "_stream.run": "Part",
+            "_trace.hoist": "rewriting",
             "_transforms.budget": "RematPlan",
-            "_transforms.finite.report": "FiniteReport",
+            "_transforms.finite.case": "NonFinite last_nonfinite",
+            "_transforms.finite.check": "FiniteReport",
+            "_types": "Checkpoint Remat",
             "_verbs.chunk_map": "chunk_map",
             "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
@@ -95,7 +97,7 @@ else:
             "_verbs.layers": "fold_layers scan_layers",
             "_verbs.lift": "lift",
             "_verbs.mask_scan": "mask_scan",
-            "_verbs.progress": "progress",
+            "_verbs.prepare": "progress",
             "_verbs.scan": "accumulate fold scan",
             "_verbs.stream": "stream stream_parts",
             "_verbs.while_scan": "WhileResult while_scan",

@@ -9,7 +9,6 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 WIDTH = 78
@@ -171,33 +170,3 @@ def _section(section: Section) -> str:
     title = f"<p><b>{escaped(section.title)}</b></p>" if section.title else ""
     table = table_of(section.rows, section.header) if section.rows else ""
     return title + table + "".join(f"<p>{escaped(note)}</p>" for note in section.notes)
-
-
-_HERE = Path(__file__).parent
-_FOLDERS = (_HERE, _HERE.parent / "docs", _HERE.parent / "docs" / "guides")  # in a wheel, in a checkout
-_FENCE = re.compile(r"^(```\w+[^\n]*\n.*?^```)$", re.MULTILINE | re.DOTALL)
-_ITEM = re.compile(r"^(?=- )", re.MULTILINE)
-
-
-def section(title: str, page_name: str) -> str:
-    """What a page says about one error, warning or finding, without what only a browser uses, its lines wrapped."""
-    path = next(path for folder in _FOLDERS if (path := folder / page_name).exists())
-    _, text = path.read_text(encoding="utf-8").split(f"\n## {title}\n")
-    text = re.sub(r"<!--.*?-->\n", "", text.split("\n## ")[0])
-    shown = [f"{title}\n{'=' * len(title)}"]
-    for number, part in enumerate(_FENCE.split(text)):
-        if number % 2:  # code or output: the name of its file in place of what marks a block
-            head, *lines, _ = part.splitlines()
-            named = re.search(r'title="(.*)"', head)
-            shown.append("\n".join([f"# {named[1]}", *lines] if named else lines))
-            continue
-        for paragraph in filter(None, map(str.strip, part.split("\n\n"))):
-            plain = re.sub(r"\*\*|\[([^]]*)\]\([^)]*\)", lambda link: link[1] or "", paragraph)
-            shown.append("\n".join(map(_wrapped, filter(None, _ITEM.split(plain)))))
-    return "\n\n".join(shown)
-
-
-def _wrapped(text: str) -> str:
-    indent = "  " if text.startswith("- ") else ""
-    text = " ".join(text.split())
-    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

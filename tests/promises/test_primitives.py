@@ -18,17 +18,15 @@ import treescan
 from treescan._trace import equations as equations_module
 from treescan._trace.cost import TRANSCENDENTAL
 from treescan._trace.dependence import _RULES, dependent
+from treescan._transforms import in_bulk, products
 from treescan._transforms.checkpoint import (
     _COMPLEX_OF_REAL,
-    _OF_ONE_ARRAY,
-    _PRODUCTS,
     SaveDecisions,
     is_decision,
-    save_costly,
 )
-from treescan._transforms.weights import deferred, products
-from treescan._transforms.weights.deferred import compute_early
-from treescan._transforms.weights.products import _CALLS, _OF_EACH_STEP, PRODUCTS
+from treescan._transforms.in_bulk import compute_early
+from treescan._transforms.products import _CALLS, _OF_EACH_STEP, PRODUCTS
+from treescan._transforms.until.tangents import _OF_ONE_ARRAY, _PRODUCTS, save_costly
 
 TABLES = tables()
 EARLY = sorted((_OF_EACH_STEP | _CALLS) & ENTRIES.keys() - {"pvary"})  # that is for within a shard_map only
@@ -312,7 +310,7 @@ def test_products_of_many_steps(dtype):
             got, expected = {}, {}
             for name, (equation, place, *_) in cases.items():
                 stacked, same = given[name]
-                got[name] = deferred.product_of_steps(equation, stacked, same, place)
+                got[name] = in_bulk.product_of_steps(equation, stacked, same, place)
                 steps = [(same, one) if place == 0 else (one, same) for one in stacked]
                 expected[name] = jnp.stack([equation.primitive.bind(*pair, **equation.params) for pair in steps])
             return got, expected
@@ -437,11 +435,11 @@ def test_what_the_policies_save(names):
             for equation in equations(example.jaxpr().jaxpr, name)
         ]
         decided = decisions(example, name)
-        within = kept(deferred.save_all_but_cheap, example, name)
+        within = kept(in_bulk.save_all_but_cheap, example, name)
         costly = kept(save_costly, example, name)
         assert within == [name not in products.ELEMENTWISE or name in TRANSCENDENTAL] * len(within)
         reads_complex = any(operand.dtype == "complex64" for operand in example.operands)
-        for policy, plain in ((deferred.save_all_but_cheap, within), (save_costly, costly)):
+        for policy, plain in ((in_bulk.save_all_but_cheap, within), (save_costly, costly)):
             saved = kept(SaveDecisions(policy), example, name)
             assert not any(a and b for a, b in zip(saved, complex_out, strict=True)), example.name
             if not reads_complex and not any(complex_out) and name not in _COMPLEX_OF_REAL:

@@ -17,7 +17,7 @@ from traces import Counted
 
 import treescan
 from treescan import Progress
-from treescan._loop.reports import RUNS, Site
+from treescan._progress import RUNS, Site
 from treescan.carries import ema
 
 pytestmark = pytest.mark.quick
@@ -262,7 +262,7 @@ def test_loops_within_loops_have_bars_within_bars():
 
 
 def test_an_abandoned_run_is_closed_by_the_next_one(monkeypatch):
-    monkeypatch.setattr("treescan._loop.reports.PATIENCE", 0)
+    monkeypatch.setattr("treescan._progress.PATIENCE", 0)
 
     def failing(carry, x):
         def check(n):

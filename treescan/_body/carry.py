@@ -30,8 +30,7 @@ from .._avals import (
     varying_axes,
 )
 from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row
-from .._loop.loop import Body
-from .._loop.retraces import warn_second_trace
+from .._loop.loop import Body, warns_of_traces
 from .._loop.run import is_last_trace
 from .._tree import KeyPath, Root, children, is_number, is_static, leaves_with_path, metadata, named_roots, path_str
 from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
@@ -403,6 +402,10 @@ def check_carry(
         return
     weak = [row for row in rows if row.given_is_weak]
     if weak and not is_last_trace():
+        if not warns_of_traces():
+            return
+        from .._loop.retraces import warn_second_trace
+
         warn_second_trace(body.function, [(row.row.leaf, row.row.expected, row.row.came) for row in weak])
         return
     name = convention.carry

@@ -1,7 +1,8 @@
-"""Rows of leaves that are all on one device: gathered at once, and written where a fusion would round a value twice."""
+"""Rows that are all on one device: gathered at once, joined, and written where a fusion computes them twice."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -70,3 +71,26 @@ def gather_rows(
         unique_indices=distinct,
         mode="clip",
     )
+
+
+def as_one_matrix(stacked: Array, leading: int) -> Array:
+    """The operand of a product of many steps, its leading axes, steps and rows, joined to one.
+
+    A step needs it that multiplies a batch with weights, since the cotangent of the weights adds up over all these
+    axes: with several of them, XLA's CPU backend copies what the transposed product reads. A step whose rows are
+    spread over devices must not be hurt: axes that are joined cannot be spread.
+    """
+    if not in_one_place():
+        return stacked
+    return stacked.reshape(math.prod(stacked.shape[:leading]), *stacked.shape[leading:])
+
+
+def is_computed_by_each_reader(name: str) -> bool:
+    """Whether a primitive takes long, and XLA's CPU backend would compute it again in each fusion that reads it.
+
+    A chunk of steps needs the results of such functions saved, `tanh` for example. Cheap steps must not be hurt: what
+    is computed again sooner than it is read is not saved.
+    """
+    from .._trace.cost import TRANSCENDENTAL
+
+    return name in TRANSCENDENTAL

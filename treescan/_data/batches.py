@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from .._arguments import check_reverse
 from .._avals import Array, ArrayLike, PyTree, describe_argument, is_key, on_automatic_axes, parts_of
-from .._checks.arguments import check_reverse
-from .._checks.rows import check_lengths
 from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, verb
+from .._transforms.rows.checks import check_lengths
 from .._transforms.rows.leaves import mask_of_lengths
 from .._transforms.rows.resets import refuse_split_rows
 from .._types import X, Y

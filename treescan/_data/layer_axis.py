@@ -11,8 +11,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from .._arguments import axis_spec, with_axes
 from .._avals import LeafAxes, PyTree, describe_leaf, dtype_of, is_weak, shape_of, spec_parts
-from .._checks.arguments import axis_spec, with_axes
 from .._errors import LayerFault, Row, expect
 from .._flax import box_classes, holds, variable_classes
 from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, path_str, same_structure

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.core import ShapedArray, Tracer
 
+from .._arguments import without_axis
 from .._avals import (
     Array,
     PyTree,
@@ -26,12 +27,10 @@ from .._avals import (
     is_key,
     shape_of,
 )
-from .._axes import spread_prefix
 from .._body.carry import find_differences
-from .._checks.arguments import without_axis
 from .._errors import Fault, Misuse, Row, TracedArgumentError, TypeMisuse, expect, expect_int
-from .._reprs import Shown
-from .._tree import is_static, leaves_with_path
+from .._transforms.axes import spread_prefix
+from .._tree import Shown, is_static, leaves_with_path
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

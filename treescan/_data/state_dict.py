@@ -16,9 +16,8 @@ import numpy as np
 from .._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf, exact_int, shape_of
 from .._errors import Cure, Fault, LayerFault, Row, TypeMisuse, expect, verb, warn_user
 from .._tree import thaw_static
-from .init_layers import stacked_shardings
 from .layer_axis import add_layer_axis, count_layers, freeze_shared, is_traced_number
-from .stack import split_layers
+from .stack import split_layers, stacked_shardings
 
 Ignores: TypeAlias = Callable[[str], bool]
 

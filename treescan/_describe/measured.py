@@ -13,12 +13,11 @@ from jax.core import Tracer
 
 from .._avals import describe_argument
 from .._errors import Fault, Misuse, TreescanError, TypeMisuse, verb as keeps_its_frame
-from .._loop.reports import NOBODY, RUNS, Report, Site
-from .._progress import Progress
-from .._remat import Remat
+from .._progress import NOBODY, RUNS, Progress, Report, Site
 from .._text import Section, page, wrap
 from .._transforms.budget import describe_bytes
 from .._transforms.program import Taken
+from .._types import Remat
 from .description import axes_of, section_text, spelled
 from .plans import OTHERS, Refused, gradient_of, reason_of
 

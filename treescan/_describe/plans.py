@@ -18,7 +18,6 @@ from .._avals import LeafAxes, bytes_of, describe_leaf
 from .._cpu.buffers import temporary_bytes
 from .._errors import TreescanError
 from .._loop.loop import Body, Loop
-from .._remat import Remat
 from .._trace.blame import place_of
 from .._trace.equations import called, has_symbolic_zeros
 from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
@@ -32,6 +31,7 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.early_exit import plan_chunks
 from .._transforms.until.end_early import EndEarly
 from .._tree import leaves_with_path, merge, split
+from .._types import Remat
 from .description import Plan, Saved
 
 _DEEPEST = 4

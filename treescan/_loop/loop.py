@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import os
 import threading
 import types
 import weakref
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
+from jax.core import Tracer
 
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
-from .retraces import count_body
 
 _T = TypeVar("_T")
 
@@ -123,7 +124,9 @@ class Body:
             body = _bodies.setdefault(_Reference(function, _forget), new)
         except Exception:  # no hash, no weak references, or an `==` that fails: the user's types decide
             body = new = Body(function)
-        if body is new:
+        if body is new and warns_of_traces() and not under_a_trace():
+            from .retraces import count_body
+
             count_body(function)
         return body
 
@@ -363,6 +366,17 @@ class Loop:
         for undo in reversed(self.finish):
             state = undo.state(state)
         return state
+
+
+def warns_of_traces() -> bool:
+    """Whether the user asked to be warned of new traces."""
+    return os.environ.get("TREESCAN_WARN_RETRACE") == "1"
+
+
+def under_a_trace() -> bool:
+    """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed."""
+    # Of all operations this is the cheapest: of a number without a trace, it is that number.
+    return isinstance(jax.lax.stop_gradient(0.0), Tracer)
 
 
 def is_jit_disabled() -> bool:

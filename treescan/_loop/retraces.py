@@ -1,15 +1,13 @@
-"""Notices new traces of a body, and warns of them if the user asked for that (`TREESCAN_WARN_RETRACE`)."""
+"""Warns of new traces of a body; loaded if the user asked for that (`TREESCAN_WARN_RETRACE`)."""
 
 from __future__ import annotations
 
 import collections
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import Tracer
 
 from .._avals import PyTree, describe_leaf, is_weak, shape_of
 from .._errors import RetraceWarning, describe_body, place_of_user, warn_user
@@ -18,24 +16,11 @@ from .._tree import is_static, leaves_with_path
 _seen: collections.Counter[str] = collections.Counter()
 
 
-def wanted() -> bool:
-    """Whether the user asked for these warnings."""
-    return os.environ.get("TREESCAN_WARN_RETRACE") == "1"
-
-
-def under_a_trace() -> bool:
-    """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed."""
-    # Of all operations this is the cheapest: of a number without a trace, it is that number.
-    return isinstance(jax.lax.stop_gradient(0.0), Tracer)
-
-
 def count_body(function: Callable[..., Any]) -> None:
     """Notes that a body was seen for the first time, and warns at the 2nd, 4th, 8th, ... one from the same place.
 
-    Under an outer trace a new body costs nothing extra, because the outer trace is cached.
+    Under an outer trace it is not called: there a new body costs nothing extra, because the outer trace is cached.
     """
-    if not wanted() or under_a_trace():
-        return
     place = describe_body(function)
     _seen[place] += 1
     times = _seen[place]
@@ -92,8 +77,6 @@ def note_types(body: Callable[..., Any], memo: Callable[..., Any], verb: str, gi
         verb: the name of the verb.
         given: the verb's arguments by their names. The number of steps, "length", counts where there are no xs.
     """
-    if not wanted() or under_a_trace():
-        return
     if jax.tree.leaves(given.get("xs")):
         given = {name: tree for name, tree in given.items() if name != "length"}
     leaves = [pair for name, tree in given.items() for pair in leaves_with_path(name, tree)]
@@ -158,12 +141,11 @@ def _listed(parts: Sequence[str]) -> str:
 
 def warn_second_trace(body: Callable[..., Any], leaves: list[tuple[str, str, str]]) -> None:
     """Says which weakly typed leaves of the init make JAX trace a body twice."""
-    if wanted():
-        which = ", ".join(f"{path} ({given} to {returned})" for path, given, returned in leaves)
-        _warn(
-            f"{describe_body(body)} is traced twice, because the init is a Python scalar whose type the step changes: "
-            f"{which}. Start from an array with the dtype that the step returns."
-        )
+    which = ", ".join(f"{path} ({given} to {returned})" for path, given, returned in leaves)
+    _warn(
+        f"{describe_body(body)} is traced twice, because the init is a Python scalar whose type the step changes: "
+        f"{which}. Start from an array with the dtype that the step returns."
+    )
 
 
 def _warn(message: str) -> None:

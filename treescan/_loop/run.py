@@ -62,6 +62,11 @@ def debugs_nans() -> bool:
     return bool(getattr(jax.config, "jax_debug_nans", False))
 
 
+def checks_key_reuse() -> bool:
+    """Whether the user turned on `jax_debug_key_reuse`."""
+    return bool(getattr(jax.config, "jax_debug_key_reuse", False))
+
+
 def run(loop: Loop) -> tuple[PyTree, PyTree]:
     """Runs a loop: its last state, and its outputs stacked along axis 0.
 

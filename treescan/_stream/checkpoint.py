@@ -21,9 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._avals import PyTree, describe_argument, describe_leaf, is_key
-from .._checkpoint import Checkpoint
 from .._errors import CheckpointError, Fault, Misuse, Row, TypeMisuse, expect_int
 from .._tree import leaves_with_path
+from .._types import Checkpoint
 
 _LOCK = ".lock"
 
@@ -194,7 +194,7 @@ class Folder:
         args = self._orbax.args
         with self._writing("read"):
             about: dict[str, Any] = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
-        self._refuse_another(about, init)
+        self._refuse_another(about)
         leaves, structure = jax.tree.flatten(init)
         like = {
             "carry": [_target(leaf, type_) for leaf, type_ in zip(leaves, about["carry"], strict=True)],
@@ -223,7 +223,7 @@ class Folder:
         with self._writing("written"):
             self._manager.save(number, args=composite, force=True)
 
-    def _refuse_another(self, about: dict[str, Any], init: PyTree) -> None:
+    def _refuse_another(self, about: dict[str, Any]) -> None:
         before, now = about["program"], self._program
         rows = [
             Row(name, before.get(name, "(missing)"), now.get(name, "(missing)"))

@@ -1,30 +1,148 @@
-"""The loop over the parts of a stream, on the host: each part is one call of the library's own scan."""
+"""The loop over the parts of a stream, on the host: what it refuses, its parts, its bar, and the calls of scan."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
+from jax.experimental import multihost_utils
 
 from .._avals import Array, PyTree, is_weak, promoted
-from .._errors import Fault, Misuse
-from .._loop.reports import probes_of
-from .._transforms.outputs import ALL, LAST
-from .._tree import Prefix, freeze_static, map_leaves, thaw_static
+from .._body.call import takes_keyword
+from .._body.carry import read_carries
+from .._errors import Fault, Misuse, TracedArgumentError, explain
+from .._loop.loop import Body
+from .._progress import RUNS, Progress, Report, Site, probes_of
+from .._transforms.outputs import ALL, LAST, check_save, is_positions
+from .._transforms.rows.checks import check_lengths
+from .._tree import Prefix, freeze_static, leaves_with_path, map_leaves, short_html, short_repr, thaw_static
+from .._types import Carry, Save, Y
 from ..carries._registry import adopt
-from .checks import NO_LIMIT, refuse_traced
-from .part import Part
-from .reader import Reader
-from .sources import Read, Source, padded
+from .sources import Read, Reader, Source, padded
 
 if TYPE_CHECKING:
-    from .bar import Bar
     from .checkpoint import Folder
+
+
+@dataclass(frozen=True, repr=False)
+class Part(Generic[Carry, Y]):
+    """A part of a stream that has run.
+
+    Attributes:
+        start: the position of its first step in the whole run. With `reverse=True`, parts come from the last one on.
+        length: the number of its steps.
+        ys: the outputs of its steps, `[length, ...]`; with `save="last"`, the last output so far.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(total, x):
+        ...     return total + x, total
+        >>> parts = treescan.stream_parts(
+        ...     step, jnp.float32(0), jnp.arange(5.0), chunk=2
+        ... )
+        >>> for part in parts:
+        ...     print(part.start, part.ys, part.carry)
+        0 [0. 0.] 1.0
+        2 [1. 3.] 6.0
+        4 [6.] 10.0
+    """
+
+    start: int
+    length: int
+    ys: Y
+    _carry: Carry | None = None
+    _is_donated: bool = False
+
+    @property
+    def carry(self) -> Carry:
+        """The carry after the last of its steps.
+
+        Raises:
+            ArgumentError: with `donate=True`, as its memory is that of the next carry.
+        """
+        if self._is_donated:
+            says = f"{{verb}}: the carry of the part at step {self.start} was donated to the next part."
+            raise explain(
+                Misuse(says, "Leave `donate=True` out to read carries. A second one is then in memory."), "carry"
+            )
+        carry: Any = self._carry
+        return carry
+
+    def _shown(self) -> dict[str, Any]:
+        carry = {} if self._is_donated else {"carry": self._carry}
+        return {"start": np.asarray(self.start), "length": np.asarray(self.length), "ys": self.ys, **carry}
+
+    def __repr__(self) -> str:
+        return short_repr("Part", **self._shown())
+
+    def _repr_html_(self) -> str:
+        return short_html("Part", **self._shown())
+
+
+NO_LIMIT = 2**31 - 1
+"""The length of a masked loop without rows, before the end of its source."""
+
+
+def lengths_of(lengths: Any, source: Source, body: Body, *, masks: bool) -> Any:
+    """int32[*batch], of the rows; NO_LIMIT for a loop without rows that is masked. None: nothing is.
+
+    Args:
+        lengths: as the user gave them.
+        source: what is read.
+        body: the body, which may take `valid`.
+        masks: whether a last part of fewer steps is masked.
+    """
+    if isinstance(lengths, jax.Array) and not (lengths.is_fully_addressable or lengths.is_fully_replicated):
+        lengths = multihost_utils.process_allgather(lengths, tiled=True)  # each process needs those of all rows
+    if lengths is not None:
+        return np.asarray(check_lengths(lengths, source.length)).astype(np.int32)
+    is_even = source.length is not None and source.length % source.chunk == 0
+    if takes_keyword(body, "valid") or (masks and not is_even):
+        return np.asarray(NO_LIMIT, np.int32)
+    return None
+
+
+def check_save_of(save: Save, source: Source) -> Prefix | None:
+    """What is kept of y. The positions k-1, 2k-1 and so on are the same in each part and in the whole."""
+    if any(map(is_positions, Prefix.of(save).leaves)):
+        raise Misuse(
+            "{call}: `save` has positions, which {verb} does not take.",
+            "Keep all outputs, and pick those of each part: `part.ys` begins at the position `part.start`.",
+        )
+    keeps = check_save(save)
+    for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
+        if keep and source.chunk % keep:
+            raise Misuse(
+                f"{{call}}: `save={keep}` needs a `chunk` that is a multiple of {keep}, got {source.chunk}.",
+                f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
+            )
+    return keeps
+
+
+def refuse_tracers(init: PyTree, source: Any) -> None:
+    """Refuses values of a transformation of JAX in what a stream is given, and a stream that is called under one."""
+    for name, tree in {"init": init, "source": None if isinstance(source, Iterator) else source}.items():
+        for path, leaf in leaves_with_path(name, tree):
+            refuse_traced(f"{path} is traced", [leaf])
+    refuse_traced("this is called under a transformation", [jax.lax.stop_gradient(0.0)])
+
+
+def refuse_traced(what: str, leaves: list[Any]) -> None:
+    """Refuses values of a transformation of JAX."""
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: {what}, but the loop over the parts runs on the host.",
+            "Under a transformation of JAX, use `treescan.scan` or `treescan.mask_scan`. The body of a stream may use "
+            "all of them.",
+        )
 
 
 class _Ran(NamedTuple):
@@ -234,3 +352,61 @@ def _bare(carry: PyTree) -> PyTree:
 def _dressed(init: PyTree, bare: PyTree) -> PyTree:
     """The arrays of a carry as the user has them, like `init`."""
     return adopt(init).restore(thaw_static(bare))
+
+
+class Bar:
+    """Shows how far a stream is.
+
+    Args:
+        progress: what the user said, with a label and a meter.
+    """
+
+    def __init__(self, progress: Progress) -> None:
+        assert progress.label is not None and progress.meter is not None
+        for name, why in {
+            "backward": "no gradient flows through a stream.",
+            "batched": "a stream cannot be mapped.",
+            "updates": "a stream moves its bar after each part.",
+        }.items():
+            if getattr(progress, name):
+                raise Misuse(f"{{call}}: `{name}` of a `Progress` has no meaning here: {why}", "Leave it out.")
+        self._show = progress.show
+        self._site = Site(progress.label, progress.meter)
+
+    def values(self, carry: PyTree) -> dict[str, Array]:
+        """The values to show of a carry."""
+        if self._show is None:
+            return {}
+        from .._transforms.progress import check_shown
+
+        shown: Any = self._show(read_carries(adopt(carry).init, "carry"))
+        return {name: jnp.copy(shown[name]) for name in check_shown(shown)}  # the carry itself may be donated
+
+    @contextlib.contextmanager
+    def shown(self, done: int, total: int | None) -> Generator[Callable[[int, Mapping[str, Array]], None]]:
+        """Shows the bar; gives what moves it."""
+        number = RUNS.begin(self._site, total)
+
+        def move(done: int, shown: Mapping[str, Array]) -> None:
+            values = {name: np.asarray(value).item() for name, value in shown.items()}
+            RUNS.step(self._site, number, Report(total, done, first=False, last=False), values)
+
+        try:
+            if done:
+                move(done, {})
+            yield move
+        finally:
+            RUNS.end(number)
+
+
+def bar_of(progress: Any, step: Any) -> Bar | None:
+    """The bar that the user asked for, on the first process; None: nothing is shown.
+
+    Raises:
+        Fault: for an `ArgumentError` if it cannot be had.
+    """
+    from .._transforms.progress import check_progress
+
+    checked = check_progress(progress, Body.of(step), "stream")
+    bar = None if checked is None else Bar(checked)
+    return None if jax.process_index() else bar

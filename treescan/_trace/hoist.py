@@ -1,4 +1,4 @@
-"""Traces the body once, before the loop, and takes leaves out of the state that it returns unchanged.
+"""Traces the body once, before the loop, which every rewriting of steps begins with: unchanged leaves leave the state.
 
 Weights in the carry are an example. lax.scan turns a leaf that comes back unchanged into a constant. Behind a mask, a
 branch or a checkpoint the same leaf is a new value per step, which the gradient would save T times. So unchanged leaves
@@ -9,10 +9,13 @@ How lax.scan finds residuals that no step changes: https://github.com/jax-ml/jax
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+import os
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,14 +25,12 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
-from .._errors import BodyFault, speaking_of
+from .._errors import ArgumentTypeError, BodyFault, speaking_of
 from .._loop.loop import Body, Feed, Loop, Memo, Step
-from .._loop.rewrite import is_rewriting
-from .._loop.run import named_signature, settle, weak_types_settled
+from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split
 from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
-from .raw_keys import with_raw_keys
 
 
 def silenced(jaxpr: Any) -> Any:
@@ -350,7 +351,11 @@ def traced(loop: Loop) -> Loop:
     """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
     if loop.trace is not None:
         return loop
-    return as_loop(hoist(with_raw_keys(loop)))
+    if checks_key_reuse():
+        from .raw_keys import with_raw_keys
+
+        loop = with_raw_keys(loop)
+    return as_loop(hoist(loop))
 
 
 def lifted(loop: Loop) -> Loop:
@@ -536,6 +541,63 @@ def instantiated(tangent: Any, like: Array) -> Array:
 def no_tangent(leaf: Any) -> Any:
     """What represents the tangent of a leaf that has none."""
     return zero_from_primal(leaf, symbolic_zeros=True)
+
+
+_wanted: contextvars.ContextVar[bool | None] = contextvars.ContextVar("rewriting", default=None)
+
+
+def is_rewriting() -> bool:
+    """Whether steps may be rewritten: what the innermost `rewriting` says, else the environment."""
+    wanted = _wanted.get()
+    return os.environ.get("TREESCAN_REWRITE", "1") != "0" if wanted is None else wanted
+
+
+@contextlib.contextmanager
+def rewriting(enabled: bool) -> Generator[None]:
+    """Turns the rewriting of steps on or off, for loops that are traced inside the context.
+
+    treescan computes some products for many steps at once, writes outputs in place, takes leaves that no step changes
+    out of the carry, and has its own rule to differentiate `while_scan`. Each rewriting checks its conditions. If you
+    still doubt a number, compute it again without any rewriting: every loop then runs the step as you wrote it, and JAX
+    differentiates it. That is slower, takes more memory, and should differ only by rounding.
+
+    The setting acts while JAX traces. A function under `jax.jit` that was traced before keeps its program: trace it
+    again inside the context, or start Python with the environment variable `TREESCAN_REWRITE=0`.
+
+    Args:
+        enabled: whether steps may be rewritten.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ArgumentTypeError: if `enabled` is not a bool.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def loss(w):
+        ...     def step(h, x):
+        ...         h = jnp.tanh(w * h + x)
+        ...         return h, h
+        ...
+        ...     _, ys = treescan.mask_scan(
+        ...         step, jnp.zeros(2), jnp.ones((9, 2)), lengths=jnp.array([9, 4])
+        ...     )
+        ...     return ys.sum()
+        >>> with treescan.rewriting(False):
+        ...     plain = jax.grad(loss)(0.5)
+        >>> print(bool(jnp.allclose(jax.grad(loss)(0.5), plain)))
+        True
+    """
+    if not isinstance(enabled, bool):
+        raise ArgumentTypeError(f"`rewriting` takes True or False, got {enabled!r}.")
+    token = _wanted.set(enabled)
+    try:
+        yield
+    finally:
+        _wanted.reset(token)
 
 
 class Unproven(Exception):

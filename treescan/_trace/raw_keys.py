@@ -15,15 +15,11 @@ import jax
 
 from .._avals import PyTree, is_key
 from .._loop.loop import Feed, Loop, Step
+from .._loop.run import checks_key_reuse
 from .._tree import map_leaves
 
 Impls = tuple[Any, ...]
 """For each leaf of a tree the implementation of its keys; None: it holds none."""
-
-
-def checks_key_reuse() -> bool:
-    """Whether the user turned on `jax_debug_key_reuse`."""
-    return bool(getattr(jax.config, "jax_debug_key_reuse", False))
 
 
 def with_raw_keys(loop: Loop) -> Loop:

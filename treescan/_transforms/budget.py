@@ -15,15 +15,15 @@ import jax.numpy as jnp
 from .._avals import PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
 from .._loop.loop import Feed, Step
-from .._remat import Remat
 from .._text import Section, page, table
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
 from .._trace.hoist import Hoisted, is_smooth, one_step
 from .._tree import replaced, split
+from .._types import Remat
 from .checkpoint import checkpoint_step, count_parts, remat_sizes, saves_whole_steps
+from .in_bulk import bytes_of_products, ready_for_chunks, saving_step
 from .refuse import refuse_symbolic
-from .weights.in_bulk import bytes_of_products, ready_for_chunks, saving_step
 
 AHEAD = 0.6
 """The part of the other blocks' saved values that is in memory during the gradient of one block: XLA computes a

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,13 +15,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
-from .._errors import describe_body, is_from_jax, warn_user
 from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Step
-from .._loop.rewrite import is_rewriting
-from .._remat import Remat
-from .._trace.equations import equations_within, jaxprs_within
-from .._trace.hoist import Hoisted, smooth_part
+from .._trace.equations import jaxprs_within
+from .._trace.hoist import Hoisted, is_rewriting, smooth_part
+from .._types import Remat
 from .refuse import refuse_symbolic
 
 _ORDER = frozenset({"ge", "gt", "le", "lt"})
@@ -115,114 +113,7 @@ def _has_kind(dtype: Any, kind: Any) -> bool:
     return dtype is not None and bool(jnp.issubdtype(dtype, kind))
 
 
-@jax.tree_util.register_pytree_node_class
-@dataclass(frozen=True)
-class Decided:
-    """A derivative in reverse mode that is evaluated later, in another loop, from the same inputs.
-
-    Attributes:
-        leaves: what it needs beside its inputs, that is, what the function decided.
-        places: for each leaf of the derivative, its place among the leaves of the inputs; None: it is in `leaves`.
-        structure: of the derivative.
-    """
-
-    leaves: list[Any]
-    places: tuple[int | None, ...]
-    structure: Any
-
-    def pull(self, inputs: tuple[Any, ...], cotangents: list[Any]) -> Any:
-        """The cotangents of the inputs, None for those that have none, from those of the outputs that have any."""
-        given, decided, part = jax.tree.leaves(inputs), iter(self.leaves), smooth_part(inputs)
-        leaves = [next(decided) if place is None else given[place] for place in self.places]
-        (cots,) = jax.tree.unflatten(self.structure, leaves)(cotangents)
-        return part.join(cots, [None] * part.on.count(False))
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        """The leaves, and the rest."""
-        return (self.leaves,), (self.places, self.structure)
-
-    @classmethod
-    def tree_unflatten(cls, rest: Any, leaves: Any) -> Decided:
-        """From the leaves, and the rest."""
-        return cls(*leaves, *rest)
-
-
-def pull_later(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, Decided]:
-    """What a function returns, and its derivative, which computes the function again and decides nothing again."""
-    part = smooth_part(inputs)
-    on, off = part.split(inputs)
-
-    def outputs(on: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = function(*part.join(on, off))
-        structure.append(smooth_part(out))
-        return structure[-1].split(out)
-
-    structure: list[Any] = []
-    checkpointed = jax.checkpoint(outputs, prevent_cse=False, policy=SaveDecisions())
-    smooth, pull, others = jax.vjp(checkpointed, on, has_aux=True)
-    leaves, derivative = jax.tree.flatten(pull)
-    # JAX hands on the inputs that the derivative reads as the objects that they are. Anything else has to be saved.
-    given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(inputs))}
-    places = tuple(given.get(id(leaf)) for leaf in leaves)
-    kept = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
-    return structure[-1].join(smooth, others), Decided(kept, places, derivative)
-
-
-def warn_of_unknown_names(plans: Sequence[Remat | None], traces: Sequence[Hoisted]) -> None:
-    """Warns if a policy of JAX has a name that no body with this plan gives to a value.
-
-    A rule of `jax.custom_vjp` may name values too, and is not in the trace: then nothing is known.
-
-    Args:
-        plans: a plan for each body.
-        traces: the traces of the bodies.
-    """
-    for i, plan in enumerate(plans):
-        if plan is not None and plan not in plans[:i]:
-            _check([trace for other, trace in zip(plans, traces, strict=True) if other == plan], plan.policy)
-
-
-def _check(traces: list[Hoisted], policy: Any) -> None:
-    asked = list(dict.fromkeys(_names_of(policy)))
-    if not asked or any(trace.jaxpr is None or trace.reverse_rule for trace in traces):
-        return
-    given = list(dict.fromkeys(name for trace in traces for name in _names_in(trace.jaxpr)))
-    unknown = [name for name in asked if name not in given]
-    if unknown:
-        body = describe_body([trace.loop.body.function for trace in traces])
-        known = f"It has the names {_listed(given)}." if given else "It has no names."
-        warn_user(
-            f"The policy of `remat` refers to the name {_listed(unknown)}, which no value in {body} has. {known} "
-            f'`jax.ad_checkpoint.checkpoint_name(value, "{unknown[0]}")` gives a value this name.',
-            UserWarning,
-        )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(f'"{name}"' for name in names)
-
-
-def _names_of(policy: Any) -> Iterator[str]:
-    """The names in a policy that JAX made: in its attributes, or in what it closes over."""
-    if not is_from_jax(policy):
-        return
-    held = list(vars(policy).values()) if hasattr(policy, "__dict__") else []
-    for value in (*held, *(cell.cell_contents for cell in getattr(policy, "__closure__", None) or ())):
-        if isinstance(value, set | frozenset | list | tuple):
-            yield from sorted(name for name in value if isinstance(name, str))
-        elif callable(value):
-            yield from _names_of(value)
-
-
-def _names_in(jaxpr: Any) -> Iterator[str]:
-    """The names that a jaxpr gives to values, in loops and functions too."""
-    return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")
-
-
 _CARRY = "treescan carry"
-
-_PRODUCTS = frozenset({"mul", "square", "integer_pow"})
-_OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose"})
 
 
 @dataclass(frozen=True)
@@ -409,17 +300,6 @@ def policy_of_chunk(step: Step) -> Callable[..., Any] | None:
     loop of their derivatives begins. Any other chunk is one computation with its derivative, so decisions are saved.
     """
     return None if getattr(step, "is_loop", False) else SaveDecisions()
-
-
-def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
-    """The default policy of recomputed chunks: it saves everything that is not cheap to compute again.
-
-    Products are not saved, as their derivative needs their factors, nor are cheap functions of one array: as many
-    arrays are saved as without, or fewer. Of `tanh` that is its result, and not one minus it as well.
-    """
-    del params
-    arrays = sum(aval.ndim > 0 for aval in avals)
-    return prim.name not in _PRODUCTS and not (prim.name in _OF_ONE_ARRAY and arrays == 1)
 
 
 def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:

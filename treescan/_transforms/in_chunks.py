@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_leaf, dtype_of, place_like, shape_of
-from .._axes import spread_axes
 from .._body.call import call_body, check_arrays
 from .._body.signature import CHUNK_MAP, annotated
 from .._errors import BodyFault, Row
 from .._loop.loop import Body, Feed, Loop, Result, Step, is_untraced
 from .._trace.hoist import traced
 from .._tree import Prefix, leaves_with_path, merge, split, thaw_static
-from .axes import move_outputs
+from .axes import move_outputs, spread_axes
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import Array, PyTree, as_arrays, describe_argument, exact_int, is_weak, place_like
-from .._axes import static_axes
 from .._errors import Misuse
 from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
 from .._trace.hoist import one_step, traced
 from .._tree import Prefix, PrefixMismatch, split
 from .._types import Axes, Save
-from .axes import move_outputs
+from .axes import move_outputs, static_axes
 from .refuse import refuse_symbolic, refuse_with_refs
 
 Keep = int | None

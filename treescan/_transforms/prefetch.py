@@ -23,11 +23,11 @@ from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument, descri
 from .._errors import ArgumentError, Fault
 from .._loop.loop import Feed, Loop, Memo, Step, is_untraced
 from .._loop.run import run
-from .._remat import Remat
 from .._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
 from .._tree import Static, merge, same_structure, split, thaw_static
+from .._types import Remat
 from .axes import scan_over_axes
-from .checkpoint import pull_later
+from .checkpoint import SaveDecisions
 from .nest import finish, run_nested
 from .refuse import once_only
 from .remat import Recompute
@@ -376,3 +376,56 @@ class _BothWays:
 
     def _loop(self, step: Step, consts: PyTree, state: PyTree, xs: PyTree) -> Loop:
         return dataclasses.replace(self.like, step=step, consts=consts, state=state, xs=Feed(xs), memo=Memo())
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Decided:
+    """A derivative in reverse mode that is evaluated later, in another loop, from the same inputs.
+
+    Attributes:
+        leaves: what it needs beside its inputs, that is, what the function decided.
+        places: for each leaf of the derivative, its place among the leaves of the inputs; None: it is in `leaves`.
+        structure: of the derivative.
+    """
+
+    leaves: list[Any]
+    places: tuple[int | None, ...]
+    structure: Any
+
+    def pull(self, inputs: tuple[Any, ...], cotangents: list[Any]) -> Any:
+        """The cotangents of the inputs, None for those that have none, from those of the outputs that have any."""
+        given, decided, part = jax.tree.leaves(inputs), iter(self.leaves), smooth_part(inputs)
+        leaves = [next(decided) if place is None else given[place] for place in self.places]
+        (cots,) = jax.tree.unflatten(self.structure, leaves)(cotangents)
+        return part.join(cots, [None] * part.on.count(False))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The leaves, and the rest."""
+        return (self.leaves,), (self.places, self.structure)
+
+    @classmethod
+    def tree_unflatten(cls, rest: Any, leaves: Any) -> Decided:
+        """From the leaves, and the rest."""
+        return cls(*leaves, *rest)
+
+
+def pull_later(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, Decided]:
+    """What a function returns, and its derivative, which computes the function again and decides nothing again."""
+    part = smooth_part(inputs)
+    on, off = part.split(inputs)
+
+    def outputs(on: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = function(*part.join(on, off))
+        structure.append(smooth_part(out))
+        return structure[-1].split(out)
+
+    structure: list[Any] = []
+    checkpointed = jax.checkpoint(outputs, prevent_cse=False, policy=SaveDecisions())
+    smooth, pull, others = jax.vjp(checkpointed, on, has_aux=True)
+    leaves, derivative = jax.tree.flatten(pull)
+    # JAX hands on the inputs that the derivative reads as the objects that they are. Anything else has to be saved.
+    given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(inputs))}
+    places = tuple(given.get(id(leaf)) for leaf in leaves)
+    kept = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
+    return structure[-1].join(smooth, others), Decided(kept, places, derivative)

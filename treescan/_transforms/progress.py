@@ -19,8 +19,21 @@ from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
-from .._loop.reports import NEVER, Reporter, Site, Tick, probes_after, probes_of
-from .._progress import FEW, MOST, AbstractProgressMeter, Progress, Text, Tqdm, has_tqdm
+from .._progress import (
+    FEW,
+    MOST,
+    NEVER,
+    AbstractProgressMeter,
+    Progress,
+    Reporter,
+    Site,
+    Text,
+    Tick,
+    Tqdm,
+    has_tqdm,
+    probes_after,
+    probes_of,
+)
 from .._trace.hoist import hoist, smooth_part, traced
 from .._tree import thaw_static
 from .nest import plan, run_levels

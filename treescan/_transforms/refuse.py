@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator
 from typing import NoReturn
 
 from .._errors import Fault, Misuse
-from .._remat import Remat
 from .._trace.hoist import Hoisted
 
 
@@ -38,14 +37,6 @@ def refuse_refs_in_skipped_steps(hoisted: Hoisted) -> None:
         )
 
 
-def refuse_to_repeat(hoisted: Hoisted) -> None:
-    """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
-    if hoisted.refs:
-        refuse_with_refs("remat")
-    if hoisted.once_only:
-        raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
-
-
 def once_only(says: str, cure: str) -> Fault:
     """What is wrong with recomputing a body that has an effect which JAX does not repeat."""
     return Misuse(
@@ -53,25 +44,6 @@ def once_only(says: str, cure: str) -> Fault:
         "`jax.experimental.io_callback`.",
         f"{cure}. Or use `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
     )
-
-
-def refuse_offload(remat: Remat | None) -> None:
-    """Refuses to move carries if the outermost chunks are not those of the plan."""
-    if remat is not None and remat.offload is not None:
-        raise Misuse(
-            "{verb} over {body}: {verb} does not support the `offload` of a `Remat`, because it already recomputes "
-            "chunks.",
-            "Leave it out, or save less with `levels`.",
-        )
-
-
-def refuse_budget(remat: Remat | None, where: str) -> None:
-    """Refuses to choose a plan if the bytes of plans are unknown."""
-    if remat is not None and remat.budget is not None:
-        raise Misuse(
-            f"{{verb}} over {{body}}: `Remat.fit` cannot choose a plan for {where}.",
-            "Choose one yourself: `Remat(levels=...)`. More levels save less.",
-        )
 
 
 def in_reverse_alone(fault: Callable[[], Fault] | None) -> contextlib.AbstractContextManager[None]:

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
 import jax
 
 from .._avals import describe_argument, exact_int
-from .._errors import Misuse, TypeMisuse, speaking_of, warn_user
+from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step, is_untraced
-from .._loop.rewrite import is_rewriting
-from .._remat import Remat
 from .._trace.cost import count_operations, count_saved_bytes
-from .._trace.hoist import Hoisted, hoist, traced
+from .._trace.equations import equations_within
+from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
+from .._types import Remat
 from .budget import fit_budget
 from .checkpoint import (
     RematChunk,
     checkpoint_steps,
     remat_sizes,
     saves_whole_steps,
-    warn_of_unknown_names,
 )
-from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
-from .weights.in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
+from .in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
+from .refuse import once_only, refuse_with_refs
 
 _WHOLE = jax.checkpoint_policies.everything_saveable
 
@@ -300,4 +299,82 @@ def _warn_of_no_change(kind: str) -> None:
             f'`Remat(offload="{kind}")` has no effect on this device ({device.platform}), because its arrays are '
             "already in that memory. To save less, use `levels`.",
             UserWarning,
+        )
+
+
+def warn_of_unknown_names(plans: Sequence[Remat | None], traces: Sequence[Hoisted]) -> None:
+    """Warns if a policy of JAX has a name that no body with this plan gives to a value.
+
+    A rule of `jax.custom_vjp` may name values too, and is not in the trace: then nothing is known.
+
+    Args:
+        plans: a plan for each body.
+        traces: the traces of the bodies.
+    """
+    for i, plan in enumerate(plans):
+        if plan is not None and plan not in plans[:i]:
+            _check([trace for other, trace in zip(plans, traces, strict=True) if other == plan], plan.policy)
+
+
+def _check(traces: list[Hoisted], policy: Any) -> None:
+    asked = list(dict.fromkeys(_names_of(policy)))
+    if not asked or any(trace.jaxpr is None or trace.reverse_rule for trace in traces):
+        return
+    given = list(dict.fromkeys(name for trace in traces for name in _names_in(trace.jaxpr)))
+    unknown = [name for name in asked if name not in given]
+    if unknown:
+        body = describe_body([trace.loop.body.function for trace in traces])
+        known = f"It has the names {_listed(given)}." if given else "It has no names."
+        warn_user(
+            f"The policy of `remat` refers to the name {_listed(unknown)}, which no value in {body} has. {known} "
+            f'`jax.ad_checkpoint.checkpoint_name(value, "{unknown[0]}")` gives a value this name.',
+            UserWarning,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _names_of(policy: Any) -> Iterator[str]:
+    """The names in a policy that JAX made: in its attributes, or in what it closes over."""
+    if not is_from_jax(policy):
+        return
+    held = list(vars(policy).values()) if hasattr(policy, "__dict__") else []
+    for value in (*held, *(cell.cell_contents for cell in getattr(policy, "__closure__", None) or ())):
+        if isinstance(value, set | frozenset | list | tuple):
+            yield from sorted(name for name in value if isinstance(name, str))
+        elif callable(value):
+            yield from _names_of(value)
+
+
+def _names_in(jaxpr: Any) -> Iterator[str]:
+    """The names that a jaxpr gives to values, in loops and functions too."""
+    return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")
+
+
+def refuse_to_repeat(hoisted: Hoisted) -> None:
+    """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
+    if hoisted.refs:
+        refuse_with_refs("remat")
+    if hoisted.once_only:
+        raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
+
+
+def refuse_offload(remat: Remat | None) -> None:
+    """Refuses to move carries if the outermost chunks are not those of the plan."""
+    if remat is not None and remat.offload is not None:
+        raise Misuse(
+            "{verb} over {body}: {verb} does not support the `offload` of a `Remat`, because it already recomputes "
+            "chunks.",
+            "Leave it out, or save less with `levels`.",
+        )
+
+
+def refuse_budget(remat: Remat | None, where: str) -> None:
+    """Refuses to choose a plan if the bytes of plans are unknown."""
+    if remat is not None and remat.budget is not None:
+        raise Misuse(
+            f"{{verb}} over {{body}}: `Remat.fit` cannot choose a plan for {where}.",
+            "Choose one yourself: `Remat(levels=...)`. More levels save less.",
         )

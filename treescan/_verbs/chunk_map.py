@@ -9,13 +9,13 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 
+from .._arguments import infer_length, rows_of_steps, with_axes
 from .._avals import LeafAxes, PyTree, describe_leaf, describe_node, shape_of
-from .._axes import spread_axes, static_axes
 from .._body.call import needs_keyword
 from .._body.signature import CHUNK_MAP
-from .._checks.arguments import infer_length, rows_of_steps, with_axes
 from .._errors import CHUNK_WORDS, BodyFault, Misuse, Row, expect, expect_int, explain, verb
 from .._progress import Progress
+from .._transforms.axes import spread_axes, static_axes
 from .._transforms.in_chunks import InChunks, SumChunks
 from .._transforms.remat import Recompute, check_remat
 from .._tree import Prefix, leaves_with_path, same_structure

@@ -9,25 +9,24 @@ from typing import Any
 
 import jax
 
-from .._avals import Array, ArrayLike, PyTree, describe_argument
+from .._avals import Array, ArrayLike, PyTree, bytes_of, describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
 from .._describe.plans import of_types
 from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
 from .._progress import Progress
-from .._trace.hoist import hoist
+from .._trace.hoist import hoist, is_smooth
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
 from .._transforms.progress import check_progress
 from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
-from .._types import ProgressLike, RematLike
+from .._types import ProgressLike, Remat, RematLike
 from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
-from .prepare import prepare
-from .prepare_layers import explain_traced, prepare_layers
-from .progress import silent
+from .prepare import prepare, silent
+from .prepare_layers import PreparedLayers, explain_traced, prepare_layers
 from .scan import accumulate, fold, scan
 from .while_scan import while_scan
 
@@ -101,7 +100,7 @@ def plan_remat(
             kind = SCAN_LAYERS if pair else FOLD_LAYERS
             blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, offset=offset, state=state)
             with silent():
-                return of_types(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
+                return of_types(functools.partial(_plan_of_layers, blocks, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
@@ -122,6 +121,18 @@ def plan_remat(
     except Exception as error:
         explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
+
+
+def _plan_of_layers(blocks: PreparedLayers, remat: Remat | None, given: Arguments) -> RematPlan:
+    """What the gradient needs under this `remat`, and a plan where that is a budget."""
+    call, over_axes = blocks.prepared.call, blocks.prepared.over_axes
+    loop = call.lay(given)
+    plan = plan_of(hoist(loop if over_axes is None else over_axes(loop)), remat)
+    if remat is not None or not blocks.caches:
+        return plan
+    caches = [own[-1] for own in (given.xs if call.others else (given.xs,))]
+    carried = [jax.typeof(leaf) for leaf in jax.tree.leaves(caches) if is_smooth(leaf)]
+    return dataclasses.replace(plan, needed_bytes=plan.needed_bytes + sum(map(bytes_of, carried)))  # their gradient
 
 
 _VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {
@@ -172,7 +183,7 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
         float32[8,64] 1
     """
     try:
-        from .._describe.gather import gather  # here, not above: only a description needs it
+        from .._describe.findings import gather  # here, not above: only a description needs it
 
         call = _taking("describe", verb, args, options)
         with silent(), jax.disable_jit(False):

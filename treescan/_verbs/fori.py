@@ -9,11 +9,11 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from jax.core import Tracer
 
+from .._arguments import check_length, check_options
 from .._avals import Array, ArrayLike, PyTree, describe_traced
 from .._body.call import check_callable
 from .._body.signature import FORI
-from .._checks.arguments import check_bound, check_length, check_options
-from .._errors import Misuse, TypeMisuse, explain, in_own_words, verb
+from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, expect_int, explain, in_own_words, verb
 from .._transforms.axes import Count
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
@@ -140,3 +140,16 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
             "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`.",
         )
     return bound
+
+
+def check_bound(bound: Any, name: str) -> int:
+    """A concrete int: the end of a range of indices."""
+    if isinstance(bound, Tracer):
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: `{name}` is {describe_traced(bound)}.",
+            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
+            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
+        )
+    first = "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps."
+    return expect_int(bound, name, first)

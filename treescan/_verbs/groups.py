@@ -13,19 +13,18 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
+from .._arguments import check_length, infer_length, resolve_axes
 from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
-from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
-from .._checks.arguments import check_length, infer_length, resolve_axes
 from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
 from .._loop.loop import Transform
 from .._progress import shown_as
+from .._transforms.axes import spread_axes, static_axes
 from .._transforms.once import ComputeOnce
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
-from .prepare import Prepared, prepare, recomputing, recording, refuse_report
-from .progress import silent
+from .prepare import Prepared, prepare, recomputing, recording, refuse_report, silent
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
 """Of names: all or none of them, one, several, those for which a function is true, or all but some."""

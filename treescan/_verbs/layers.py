@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
+from .._arguments import OF_MASK_SCAN, check_options
 from .._avals import PyTree
 from .._body.signature import FOLD_LAYERS, SCAN_LAYERS
-from .._checks.arguments import OF_MASK_SCAN, check_options
 from .._errors import LAYER_WORDS, explain, verb
 from .._types import (
     Carry,

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
+from .._arguments import check_options, check_positional
 from .._avals import Array, ArrayLike, PyTree
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
-from .._checks.arguments import check_options, check_positional
-from .._checks.rows import check_chunk, check_compact, check_time_axis
-from .._data.batch import Packed, Padded
 from .._errors import explain, in_own_words, verb
 from .._transforms.rows.axes import RowFlags
+from .._transforms.rows.checks import check_chunk, check_compact, check_time_axis
 from .._transforms.rows.fill import check_fill
 from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, Returned, ScanBody, ValidBody, X, Y
 from .prepare import RowPlan, returned, row_axes, rows_of, run_scan
 
-Rows: TypeAlias = Padded[X] | Packed[X]
-"""A batch of rows: xs that say of which lengths they are."""
+if TYPE_CHECKING:
+    from .._data.batch import Packed, Padded
+
+    Rows: TypeAlias = Padded[X] | Packed[X]
+    """A batch of rows: xs that say of which lengths they are."""
 
 
 # One overload for each kind of body. mypy mistakes a union of bodies here once it has seen another kind.

@@ -1,45 +1,45 @@
-"""The common start and end of every verb: checks the arguments, restores the user's trees."""
+"""The common start and end of every verb: checks the arguments, restores the user's trees, shows its progress."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.core import Tracer
 
-from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
-from .._axes import static_axes
+from .._arguments import check_key, check_keywords, check_length, check_run, infer_length, resolve_axes
+from .._avals import Array, ArrayLike, LeafAxes, PyTree
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import FORI, Convention
-from .._checks.arguments import check_key, check_keywords, check_length, check_run, infer_length, resolve_axes
-from .._checks.rows import check_padded, check_rows, check_targets
-from .._data.batch import Packed, Padded
-from .._errors import Misuse, describe_body
-from .._loop.loop import Body, Result, Transform
-from .._loop.retraces import note_types
-from .._transforms.axes import OverAxes
+from .._errors import Misuse, describe_body, verb
+from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
+from .._transforms.axes import OverAxes, static_axes
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
+from .._transforms.rows.checks import check_rows
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
-from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
+from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
-from .progress import shown_around, silent
 
 if TYPE_CHECKING:
+    from .._progress import Progress
     from .._transforms.progress import ShowProgress
 
-_Batch = Padded[Any] | Packed[Any]
+
+def _of_batches() -> Any:
+    """The module of batches of sequences; None: it is not loaded, so that no value is one."""
+    return sys.modules.get(f"{__name__.rpartition('._verbs')[0]}._data.batch")
 
 
 def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
@@ -48,111 +48,15 @@ def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple
     Raises:
         Fault: for an `ArgumentError` if something else says what the batches say, or if they differ in that.
     """
-    batches = _batches("xs", xs)
-    if not batches:
-        return xs, flags
-    path, first = batches[0]
-    said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None}
-    said |= {"resets": flags.resets} if isinstance(first, Packed) else {}
-    said |= {"in_axes": in_axes} if _is_batch(xs) else {}
-    check_padded(said, type(first).__name__, path)
-    for other_path, other in batches:
-        for inner, node in _batches(f"{other_path}.data", other.data):
-            raise Misuse(
-                f"{{call}}: {inner} is a `{type(node).__name__}` within a `{type(other).__name__}`.",
-                f"A batch may only contain data: use `{inner}.data` there, or pass both batches side by side.",
-            )
-        _refuse_other_rows(batches[0], (other_path, other))
-    data = jax.tree.map(lambda node: node.data if _is_batch(node) else node, xs, is_leaf=_is_batch)
-    if in_axes is not None:
-        _check_in_axes(in_axes, xs, data)
-    if isinstance(first, Padded):
-        return data, RowFlags(lengths=first.lengths, resets=flags.resets)
-    inits = [(path, batch.init) for path, batch in batches if isinstance(batch, Packed) and batch.init is not None]
-    if any(init is not inits[0][1] for _, init in inits):
-        raise Misuse(
-            f"{{call}}: {inits[0][0]} and {inits[1][0]} both have an `init` for each sequence.",
-            f"Leave one of them out: `{inits[1][0]}._replace(init=None)`.",
-        )
-    spans = first.index.row, first.index.start, first.index.length
-    return data, RowFlags(mask=first.mask, resets=first.resets, spans=spans, inits=inits[0][1] if inits else None)
+    known = _of_batches()
+    return (xs, flags) if known is None else known.rows_of(xs, flags, time_axis, in_axes)
 
 
 def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
-    """Refuses a `Padded` or a `Packed` as xs of a loop that does not know of them: its lengths have no steps.
-
-    A stack of several batches, one for each step, is allowed, and so is what `in_axes` describes.
-    """
-    if not (type(in_axes) is int and in_axes == 0):
-        return
-    for path, node in _batches("xs", xs):
-        counts = node.lengths if isinstance(node, Padded) else node.index.length
-        sizes = {(shape_of(leaf) or (None,))[0] for leaf in jax.tree.leaves(node)}
-        if len(shape_of(counts) or ()) > 1 and len(sizes) == 1:  # a stack of batches
-            continue
-        kind = type(node).__name__
-        cures = [
-            f"`treescan.mask_scan` takes a `{kind}` as xs. Its body returns a pair (carry, y).",
-            f"To run all steps, also the padded ones, pass `{path}.data`.",
-        ]
-        if kind == "Padded" and convention.verb in ("fold", "accumulate"):
-            cures.insert(0, f"Pass `{path}.data` in its place, and `lengths={path}.lengths`.")
-        raise Misuse(
-            f"{{call}}: {path} is a `{kind}`, but {{verb}} does not know its lengths, and would scan over them too.",
-            *cures,
-        )
-
-
-def _is_batch(node: Any) -> bool:
-    return isinstance(node, Padded | Packed)
-
-
-def _batches(root: str, tree: PyTree) -> list[tuple[str, _Batch]]:
-    return [(path, node) for path, node in leaves_with_path(root, tree, is_leaf=_is_batch) if _is_batch(node)]
-
-
-def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> None:
-    """Refuses two batches that do not say the same of their rows, or may not."""
-    (path, batch), (other_path, other_batch) = first, other
-    both = f"{path} is a `{type(batch).__name__}` and {other_path} a `{type(other_batch).__name__}`"
-    says, cure = f"{{call}}: {both}, which have different rows.", ""
-    pairs = [] if type(batch) is not type(other_batch) else list(zip(_said(batch), _said(other_batch), strict=True))
-    if not pairs:
-        cure = (
-            "Make both with `pad`, or both with `pack`. "
-            f"`repad({path if isinstance(batch, Packed) else other_path}, ys)` gives each packed sequence a row."
-        )
-    elif any(a is not b and (isinstance(a, Tracer) or isinstance(b, Tracer)) for a, b in pairs):
-        says = f"{{call}}: {both}, whose rows are traced, so they may differ."
-        cure = f"Combine the data of both into one batch: `{path}._replace(data=({path}.data, {other_path}.data))`."
-    elif not all(a is b or np.array_equal(a, b) for a, b in pairs):
-        cure = "Make one batch from sequences that contain both, `pad([(a, b), ...])` or `pack([(a, b), ...])`."
-    if cure:
-        raise Misuse(says, cure)
-
-
-def _said(batch: _Batch) -> list[Any]:
-    """What a batch says of its rows."""
-    return [batch.lengths] if isinstance(batch, Padded) else [batch.mask, batch.resets, *batch.index]
-
-
-def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
-    """Refuses `in_axes` that say of the data of a batch anything but 0; what is no prefix is found out later."""
-    own = jax.tree.map(
-        lambda node: jax.tree.map(lambda _: True, node.data) if _is_batch(node) else False, xs, is_leaf=_is_batch
-    )
-    try:
-        axes = broadcast_prefix(in_axes, data, "xs")
-    except PrefixMismatch:
-        return
-    named = leaves_with_path("xs", data)
-    for axis, is_own, (path, _) in zip(axes, jax.tree.leaves(own), named, strict=True):
-        if is_own and not (type(axis) is int and axis == 0):
-            raise Misuse(
-                f"{{call}}: `in_axes` is {axis!r} for {path}, a part of a batch. The first axis of a "
-                "batch is always the steps.",
-                "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",
-            )
+    """Refuses a `Padded` or a `Packed` as xs of a loop that does not know of them: its lengths have no steps."""
+    known = _of_batches()
+    if known is not None:
+        known.refuse_batches(xs, in_axes, convention)
 
 
 def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
@@ -271,7 +175,7 @@ class Prepared:
             else:
                 result = program(self.given)
         if any(getattr(each, "returned", False) for each in program.transforms):
-            from .._transforms.finite.report import FiniteReport
+            from .._transforms.finite.check import FiniteReport
 
             result = Result(*result)
             result = result._replace(evidence=FiniteReport.of(result.evidence or ()))
@@ -386,7 +290,9 @@ def prepare(
         lowering=lowering,
         **check_run(steps, reverse, unroll, name),
     )
-    if noted:
+    if noted and warns_of_traces() and not under_a_trace():
+        from .._loop.retraces import note_types
+
         note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive)
@@ -469,6 +375,15 @@ class RowPlan(NamedTuple):
         """The transform, of the axes over which xs are scanned, and of other options; see `OverRows`."""
         return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact, others)
 
+    def restoring(self, flags: RowFlags, init: PyTree, call: Prepared) -> RowFlags:
+        """Checked flags, with what a reset restores if that is not the init."""
+        if self.reset_to is None and flags.inits is None:
+            return flags
+        from .._transforms.rows.resets import check_targets
+
+        arrays, root = call.given.init, call.call.names[0]
+        return check_targets(flags, self.reset_to, init, self.carries, self.time_axis, call.adopted, arrays, root)
+
 
 def _without_refs(
     chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck | Returned
@@ -544,9 +459,7 @@ def run_scan(
             donates=donates,
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
-    if rows.reset_to is not None or flags.inits is not None:
-        put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
-        flags = check_targets(flags, *put_back)
+    flags = rows.restoring(flags, init, call)
     filled, kept = Prefix.of(rows.fill), check_save(save)
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
@@ -563,3 +476,77 @@ def run_scan(
         call.showing(progress),
         donates=donates,
     )
+
+
+_context: Any = None
+"""A context of JAX, which is a part of what JAX finds its programs by.
+
+It is made when it is first needed, because JAX then compiles each program once more.
+"""
+
+
+def around() -> Progress | None:
+    """What the context shows; None: there is none."""
+    return None if _context is None else _context.value
+
+
+def silent() -> contextlib.AbstractContextManager[Any]:
+    """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
+    return contextlib.nullcontext() if around() is None else _context(None)
+
+
+def shown_around(call: Call) -> Progress | None:
+    """What is shown of a call that does not mention `progress`. Steps whose number is symbolic are not shown."""
+    shown = around()
+    if shown is None or not isinstance(call.length, int):
+        return None
+    from .._transforms.progress import label_of
+
+    verb = call.convention.verb
+    name = label_of(call.body, verb)
+    return dataclasses.replace(shown, label=shown.label or (name if name == verb else f"{verb} {name}"))
+
+
+@verb
+def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextManager[None]:
+    """Shows a bar for each loop of treescan within the context, also for those in the code of other libraries.
+
+    A loop that runs in a step of another loop of treescan has no bar, or it would have one in each step. A call's own
+    `progress` takes precedence: `progress=False` shows nothing. Loops that cannot have a bar run without.
+
+    A function under `jax.jit` is traced and compiled once more within the context, and keeps its old program outside.
+    When a process opens its first context, JAX also drops what it has compiled before. Open that one while no other
+    thread runs JAX. A context belongs to the thread that opens it.
+
+    Args:
+        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates`, `meter` and `batched`.
+            Without a label, a bar has the names of the verb and of the body. False and None: no bars within, not even
+            if the context is within another.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ArgumentError: for a `Progress` that cannot be had, or with `show` or `backward`.
+        ArgumentTypeError: if it is of another type.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def library_code(xs):
+        ...     return treescan.fold(lambda h, x: h + x, 0.0, xs)
+        >>> with treescan.progress():
+        ...     total = library_code(jnp.ones(100))
+    """
+    global _context
+    from .._transforms.progress import check_settings
+
+    checked = check_settings(progress)
+    for name in ("show", "backward"):
+        if checked is not None and getattr(checked, name):
+            raise Misuse(
+                f"{{call}}: `{name}` of a `Progress` is for a single loop, and the context may contain others.",
+                "Give it to the call of that loop, as its `progress`.",
+            )
+    _context = _context or jax.make_user_context(None)
+    return _context(checked)

@@ -9,6 +9,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
+from .._arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_run,
+    needs_positional,
+    no_axis,
+    resolve_axes,
+    with_axes,
+)
 from .._avals import (
     Array,
     ArrayLike,
@@ -24,33 +34,19 @@ from .._avals import (
 from .._body.call import are_alike
 from .._body.carry import StateAndY
 from .._body.signature import WITH_STATE, Convention
-from .._checks.arguments import (
-    check_key,
-    check_keywords,
-    check_length,
-    check_run,
-    needs_positional,
-    no_axis,
-    resolve_axes,
-    with_axes,
-)
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
-from .._loop.loop import Body, Result, Transform
-from .._loop.retraces import note_types
-from .._remat import Remat
-from .._trace.hoist import hoist, is_smooth
+from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Axes, FiniteCheck, ProgressLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import Prepared, body_of, first_position, recording
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
 if TYPE_CHECKING:
-    from .._transforms.budget import RematPlan
     from .._transforms.prefetch import Gather
     from .._transforms.progress import ShowProgress
 
@@ -364,19 +360,6 @@ class PreparedLayers:
         report = (result.evidence,) if isinstance(result, Result) and result.evidence is not None else ()
         return x, *new, *outputs, *report
 
-    def plan(self, remat: Remat | None, given: Arguments) -> RematPlan:
-        """What the gradient needs under this `remat`, and a plan where that is a budget."""
-        from .._avals import bytes_of
-        from .._transforms.budget import plan_of
-
-        loop, over_axes = self.prepared.call.lay(given), self.prepared.over_axes
-        plan = plan_of(hoist(loop if over_axes is None else over_axes(loop)), remat)
-        if remat is not None or not self.caches:
-            return plan
-        caches = [own[-1] for own in (given.xs if self.prepared.call.others else (given.xs,))]
-        carried = [jax.typeof(leaf) for leaf in jax.tree.leaves(caches) if is_smooth(leaf)]
-        return replace(plan, needed_bytes=plan.needed_bytes + sum(map(bytes_of, carried)))  # their gradient
-
 
 def prepare_layers(
     convention: Convention,
@@ -421,8 +404,11 @@ def prepare_layers(
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
-    given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
-    note_types(handles[0][1], bodies[0].memo, convention.verb, given)
+    if warns_of_traces() and not under_a_trace():
+        from .._loop.retraces import note_types
+
+        given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
+        note_types(handles[0][1], bodies[0].memo, convention.verb, given)
     prepared = Prepared(
         replace(first, others=tuple(rest)),
         Arguments(frozen_x, own if rest else own[0], key, frozen_args, offset=position),

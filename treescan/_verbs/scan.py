@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
+from .._arguments import check_options
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
-from .._checks.arguments import check_options
 from .._errors import explain, in_own_words, verb
 from .._types import (
     Axes,

@@ -5,25 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Generator
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Generic, Literal, Required, Unpack, overload
 
 import numpy as np
 
+from .._arguments import check_length, check_options, check_reverse
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import STREAM
-from .._checks.arguments import check_length, check_options, check_reverse
 from .._errors import expect, expect_int, explain, verb
-from .._stream.checks import check_save_of, lengths_of, refuse_tracers
-from .._stream.part import Part
-from .._stream.run import Run
+from .._stream.run import Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
 from .._stream.sources import source_of
 from .._types import (
     Carry,
     CheckpointLike,
     FiniteCheck,
     KeyedBody,
-    KeyedStream,
     KeyedValidBody,
+    KeyOption,
     ProgressLike,
     Save,
     ScanBody,
@@ -31,8 +29,7 @@ from .._types import (
     ValidBody,
     Y,
 )
-from .prepare import body_of, run_scan
-from .progress import around
+from .prepare import around, body_of, run_scan
 
 _NO_GRADIENT = "no gradient flows between the parts of a stream. `treescan.scan` takes it."
 _STEPS_FIRST = "the first axis of a source and of ys is the steps."
@@ -45,86 +42,69 @@ _REFUSES = {
 }
 
 
+class PartsOptions(StreamOptions, total=False):
+    """The options of `stream_parts`, less `key`."""
+
+    save: Save
+
+
+class KeyedParts(PartsOptions, KeyOption):
+    """The options of `stream_parts` for a body that takes a key."""
+
+
+class EachPart(PartsOptions, Generic[Carry, Y], total=False):
+    """The options of `stream`, less `key`."""
+
+    on_part: Callable[[Part[Carry, Y]], object] | None
+
+
+class KeyedEach(EachPart[Carry, Y], KeyOption):
+    """The options of `stream` for a body that takes a key."""
+
+
+class LastPart(StreamOptions, Generic[Carry, Y], total=False):
+    """The options of `stream` that keeps the last output, less `key`."""
+
+    save: Required[Literal["last"]]
+    on_part: Callable[[Part[Carry, Y]], object] | None
+
+
+class KeyedLast(LastPart[Carry, Y], KeyOption):
+    """The options of `stream` that keeps the last output, for a body that takes a key."""
+
+
 # One overload for each kind of body, with `save="last"` and without.
 @overload
 def stream(
-    f: ScanBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: ScanBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[EachPart[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @overload
 def stream(
-    f: ValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: ValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[StreamOptions],
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[EachPart[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @overload
 def stream(
-    f: KeyedBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedLast[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: KeyedBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @overload
 def stream(
-    f: KeyedValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Literal["last"],
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedLast[Carry, Y]]
 ) -> tuple[Carry, Y]: ...
 @overload
 def stream(
-    f: KeyedValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    on_part: Callable[[Part[Carry, Y]], object] | None = None,
-    **options: Unpack[KeyedStream],
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
 @verb
 def stream(
@@ -249,29 +229,19 @@ def stream(
 
 @overload
 def stream_parts(
-    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, *, save: Save = "all", **options: Unpack[StreamOptions]
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @overload
 def stream_parts(
-    f: ValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    **options: Unpack[StreamOptions],
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @overload
 def stream_parts(
-    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, *, save: Save = "all", **options: Unpack[KeyedStream]
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @overload
 def stream_parts(
-    f: KeyedValidBody[Carry, Any, Y],
-    init: Carry,
-    source: Any = None,
-    *,
-    save: Save = "all",
-    **options: Unpack[KeyedStream],
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
 ) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @verb
 def stream_parts(
@@ -384,8 +354,6 @@ def _run_of(
         label = shown.label or f"stream {label_of(body, 'stream')}"
         progress = dataclasses.replace(shown, label=label, updates=None, batched=False)
     if progress is not None and progress is not False:
-        from .._stream.bar import bar_of
-
         bar = bar_of(progress, alive)
     if checkpoint is not None:
         from .._stream.checkpoint import folder_of

@@ -9,16 +9,16 @@ from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
+from .._arguments import check_length, check_options, check_positional, infer_length, rows_of_steps
 from .._avals import Array, LeafAxes, PyTree
 from .._body.signature import WHILE_SCAN
-from .._checks.arguments import check_length, check_options, check_positional, infer_length, rows_of_steps
-from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, Misuse, explain, in_own_words, verb
 from .._loop.loop import Body
-from .._reprs import short_html, short_repr
 from .._transforms.outputs import MoveOutputs, check_save
+from .._transforms.rows.checks import check_compact
 from .._transforms.rows.fill import HOLD, KeepRows, check_fill
 from .._transforms.rows.mask import Mask
+from .._tree import short_html, short_repr
 from .._types import (
     Axes,
     Carry,
@@ -76,11 +76,7 @@ class WhileResult(NamedTuple, Generic[Carry, Y]):
 # One overload for each kind of body and of xs, as for `mask_scan`.
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X,
-    **options: Unpack[WhileXs],
+    cond: Cond[Carry], f: ScanBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(

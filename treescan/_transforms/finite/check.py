@@ -1,4 +1,4 @@
-"""`check_finite`: notes the first step whose carry became NaN or infinite, with what is needed to say why.
+"""`check_finite`: notes the first step whose carry became NaN or infinite, and raises it or returns a `FiniteReport`.
 
 One int rides along. Only if it says that a step went wrong, a branch after the loop runs the steps before it once more,
 and evaluates that step operation by operation.
@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +21,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
-from ..._errors import Fault, NonFiniteError, speaking_of
-from ..._finite import note
+from ..._errors import Fault, NonFiniteError, TracedArgumentError, named_options, speaking_of
 from ..._loop.loop import Loop, Memo, Result, Step, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
+from ..._tree import short_repr
 from ..nest import in_whole_state
 from ..rows.leaves import any_of_all, on_each_device
-from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects
+from .case import About, Case, Evidence, OuterSteps, note, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
     GOOD,
     At,
@@ -216,3 +216,83 @@ class CheckFinite(Check):
             return {"evidence": tuple((evidence._replace(offset=loop.offset), case) for evidence, case in pairs)}
 
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
+
+
+class FiniteReport(NamedTuple):
+    """What a loop with `check_finite="return"` found: a pytree of arrays, as other results are.
+
+    It contains the carry before and after the first bad step, and the x of that step; zeros if there is none. Under
+    `jax.vmap`, each leaf has an entry for each element.
+
+    Attributes:
+        ok: bool[], whether no step went wrong.
+        step: int32[], the position of the first step that did; -1 if there is none.
+        found: what `check` reads.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> @jax.jit
+        ... def run(xs):
+        ...     return treescan.fold(
+        ...         lambda h, x: jnp.log(h + x), 1.0, xs, check_finite="return"
+        ...     )
+        >>> h, report = run(jnp.array([1.0, 2.0, -9.0]))
+        >>> print(report.ok, report.step)
+        False 2
+        >>> try:
+        ...     report.check()
+        ... except treescan.NonFiniteError:
+        ...     print(treescan.last_nonfinite().operation)
+        log
+    """
+
+    ok: Array
+    step: Array
+    found: tuple[tuple[Evidence, Case], ...]
+
+    def __repr__(self) -> str:
+        return short_repr("FiniteReport", ok=self.ok, step=self.step)
+
+    @classmethod
+    def of(cls, found: Sequence[tuple[Evidence, Case]]) -> FiniteReport:
+        """The report of what is known of the first bad step, of each body that may have run it."""
+        step = jnp.int32(-1)
+        for evidence, _ in found:
+            step = jnp.where(evidence.first == GOOD, step, evidence.position)
+        return cls(step < 0, step, tuple(found))
+
+    @named_options
+    def check(self) -> None:
+        """Raises the error of the first bad step, as `check_finite=True` does, and notes it for `last_nonfinite`.
+
+        Of a batch of reports, the first element that is not ok raises.
+
+        Raises:
+            ArgumentError: if the values are traced: call it outside of `jax.jit`.
+            NonFiniteError: if a step went wrong.
+        """
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self)):
+            raise Fault(
+                TracedArgumentError,
+                "{verb} needs values, but those of the report are traced.",
+                "Return the report from the function that JAX traces, and check it outside. Within, `report.ok` is an "
+                "array.",
+            )
+        bad = np.argwhere(~np.asarray(self.ok))
+        if not len(bad):
+            return
+        place = tuple(bad[0].tolist())
+        try:
+            deliver(jax.tree.map(lambda leaf: leaf[place], self.found))
+        except Fault as fault:
+            if place:
+                raise Fault(
+                    NonFiniteError,
+                    fault.says,
+                    f"This is element {list(place)} of a batch of reports, of which {len(bad)} of {self.ok.size} are "
+                    "not ok.",
+                    *fault.cures,
+                ) from None
+            raise

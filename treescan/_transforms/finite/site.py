@@ -404,7 +404,7 @@ def evidence_of_step(
         def explain_it(told: Told, number: Array, taken: Any, reads: Any, *operands: Any) -> Evidence:
             loop = sites[0].once_more(reads, taken)
             at = At.of(number, loop, last if reads is None else reads.last)
-            return explain(told, 0, loop, at, state_before(at, sites[0], loop), *operands)
+            return explain(told, 0, loop, at, state_before(at, loop), *operands)
 
         return [(0, *in_branch(number != GOOD, explain_it, number, taken, reads[0], *operands))]
     # The state before the step is found once for all places: else the program would have all blocks once for each.
@@ -512,7 +512,7 @@ def feed_at(at: At, loop: Loop) -> Feed:
     return jax.tree.map(lambda leaf: at_step(leaf, at.place), loop.xs)
 
 
-def state_before(at: At, site: Site, loop: Loop) -> list[Array]:
+def state_before(at: At, loop: Loop) -> list[Array]:
     """The leaves of the state before a step; where rows begin anew, as they begin."""
     around = loop if loop.rows is None else ResetRows()(Mask.of(0)(loop))
     step = Before(around.step)

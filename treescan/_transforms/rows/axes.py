@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, is_key, shape_of
-from ..._axes import spread_axes
+from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, shape_of
 from ..._body.carry import call_hook
 from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
 from ..._loop.loop import Feed, Loop
 from ..._trace.hoist import Hoisted, Traced
 from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str, split
 from ...carries._base import AbstractCarry, describe_class, is_carry
+from ..axes import spread_axes
 
 
 class RowAxes(NamedTuple):
@@ -281,35 +281,6 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
         "field that holds a custom carry has 0 or None.",
         describe_class(type(node)),
     )
-
-
-def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
-    """Refuses to order rows where a custom carry draws random numbers for all of them at once."""
-    paths = iter(zip(leaves_with_path(root, state), axes, strict=True))
-    rows: list[Row] = []
-    for node in jax.tree.leaves(state, is_leaf=is_carry):
-        own = [next(paths) for _ in jax.tree.leaves(node)]
-        if is_carry(node):
-            rows.extend(
-                Row(path, "one key per row", "one for all", "")
-                for (path, leaf), axis in own
-                if axis is None and _is_random(node, leaf)
-            )
-    if rows:
-        raise Misuse(
-            "{verb} over {body}: `compact` calls the body with fewer rows, so a key that all rows share would draw "
-            "different numbers.",
-            "Give each row a key of its own: `keys(jax.random.split(key, rows))`.",
-            header=("leaf", "needed", "is"),
-            rows=rows,
-        )
-
-
-def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
-    """Whether a leaf is a key; raw key data look like any integers, but in `Keys`."""
-    from ...carries._keys import Keys
-
-    return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)
 
 
 def not_proven() -> bool:

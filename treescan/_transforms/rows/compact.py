@@ -11,14 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary_over, varying_axes
+from ..._avals import Array, LeafAxes, PyTree, in_mesh, is_key, is_sharded, mesh_of, vary_over, varying_axes
 from ..._cpu import writes
 from ..._cpu.rows import gather_rows
-from ..._errors import BodyFault, Fault, Misuse, TreescanError
+from ..._errors import BodyFault, Fault, Misuse, Row, TreescanError
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, one_step, trace_also
-from ..._tree import map_leaves
+from ..._tree import leaves_with_path, map_leaves
+from ...carries._base import AbstractCarry, is_carry
 from ..refuse import refuse_symbolic
 from .axes import RowAxes
 from .leaves import may_branch
@@ -215,3 +216,32 @@ def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
             "{verb} over {body}: `compact` sorts the rows of a batch, but they are sharded over an explicit mesh.",
             "Leave `compact` out, or run the scan inside `jax.shard_map`, where each device sorts its own rows.",
         )
+
+
+def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
+    """Refuses to order rows where a custom carry draws random numbers for all of them at once."""
+    paths = iter(zip(leaves_with_path(root, state), axes, strict=True))
+    rows: list[Row] = []
+    for node in jax.tree.leaves(state, is_leaf=is_carry):
+        own = [next(paths) for _ in jax.tree.leaves(node)]
+        if is_carry(node):
+            rows.extend(
+                Row(path, "one key per row", "one for all", "")
+                for (path, leaf), axis in own
+                if axis is None and _is_random(node, leaf)
+            )
+    if rows:
+        raise Misuse(
+            "{verb} over {body}: `compact` calls the body with fewer rows, so a key that all rows share would draw "
+            "different numbers.",
+            "Give each row a key of its own: `keys(jax.random.split(key, rows))`.",
+            header=("leaf", "needed", "is"),
+            rows=rows,
+        )
+
+
+def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
+    """Whether a leaf is a key; raw key data look like any integers, but in `Keys`."""
+    from ...carries._keys import Keys
+
+    return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)

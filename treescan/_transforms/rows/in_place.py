@@ -23,7 +23,7 @@ from ..._trace.hoist import Unproven, push_plainly
 from ..checkpoint import is_remat3
 from ..nest import plan
 from ..outputs import emitting, is_thinned, run_keeping
-from ..weights.products import has_large_products
+from ..products import has_large_products
 from .mask import masked_step, without_pairs
 from .saved import push_forward
 from .writing import Result, write_chunks

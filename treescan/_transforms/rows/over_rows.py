@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
 from ..._errors import Misuse
 from ..._loop.loop import Loop, is_untraced
+from ..._loop.run import checks_key_reuse
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
-from ..._trace.raw_keys import raw, with_raw_keys
 from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
 from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
@@ -21,7 +21,6 @@ from .axes import (
     Rows,
     not_proven,
     proof_of,
-    refuse_shared_keys,
     rows_of,
     rows_of_x,
     spread_batch_axes,
@@ -66,8 +65,11 @@ class OverRows:
             hoisted, before = flatten_only(loop), loop
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:
-            loop = with_raw_keys(without_false_alarms(loop, axes.x))
-            given = given._replace(to=raw(given.to), inits=raw(given.inits))
+            loop = without_false_alarms(loop, axes.x)
+            if checks_key_reuse():
+                from ..._trace.raw_keys import raw, with_raw_keys
+
+                loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
             if loop.going is not None:
                 refuse_refs_in_skipped_steps(hoisted)
@@ -113,6 +115,8 @@ class OverRows:
         if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
             carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
         if self.compact:
+            from .compact import refuse_shared_keys
+
             refuse_shared_keys(loop.state, carry_axes, carry)
         x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)
         varying = varying_axes(jax.typeof(valid))

@@ -17,7 +17,7 @@ import jax
 from ..._avals import PyTree, is_key, promoted
 from ..._loop.chunk import Around, Wish, chunk_size
 from ..._loop.loop import Feed, Loop, Step, is_untraced
-from ..._loop.rewrite import is_rewriting
+from ..._trace.hoist import is_rewriting
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
@@ -43,7 +43,7 @@ def _policy_of(remat: ChunkRemat, step: Step) -> Callable[..., Any] | None:
     """What is saved of a chunk that has a checkpoint."""
     if remat is ChunkRemat.RECOMPUTES:
         return policy_of_chunk(step)
-    from ..weights.deferred import save_all_but_cheap
+    from ..in_bulk import save_all_but_cheap
 
     whole = jax.checkpoint_policies.everything_saveable
     return whole if remat is ChunkRemat.SAVES_ALL else save_all_but_cheap
@@ -227,7 +227,7 @@ class ScheduleChunks:
         recomputed, only = loop.remat is not None, size == loop.length
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
         if self.rules:
-            from ..weights.in_bulk import with_safe_branches
+            from ..in_bulk import with_safe_branches
 
             loop = with_safe_branches(loop)
         lengths = rows.given.lengths if len(self.tiers) == 1 and isinstance(loop.length, int) else None
@@ -263,7 +263,7 @@ class _Around:
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         step = rolled(step) if self.recomputes else step
         if self.rules:
-            from ..weights.in_bulk import in_bulk
+            from ..in_bulk import in_bulk
 
             step = in_bulk(step)
         remat = self.remat if looped else ChunkRemat.NONE

@@ -15,7 +15,7 @@ from ..._cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_ste
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
-from ..weights.in_bulk import with_early_products, without_early_products
+from ..in_bulk import with_early_products, without_early_products
 from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .leaves import Schedule

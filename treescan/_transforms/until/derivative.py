@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, place_like, vary_over
 from ..._loop.chunk import Around, run_chunked
 from ..._loop.loop import Feed, Loop, Step, within
-from ..._loop.rewrite import is_rewriting
 from ..._loop.run import debugs_nans
-from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
+from ..in_bulk import MappedLater
 from ..rows.mask import masked_step
-from ..weights.in_bulk import MappedLater
 from .condition import Condition
 from .early_exit import (
     Chunks,

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from ..._avals import Array, LeafAxes, PyTree, is_sharded, place_like, vary_over
 from ..._loop.chunk import Level, Wish, chunk_size, plan_sizes
 from ..._loop.loop import Feed, Loop, Step
-from ..._remat import Remat
 from ..._tree import Prefix, merge
+from ..._types import Remat
 from ..checkpoint import remat_sizes
 from ..outputs import Thinned
 from ..rows.axes import RowAxes

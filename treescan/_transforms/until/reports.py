@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree
 from ..._loop.chunk import Around, Wish
 from ..._loop.loop import Feed, Loop, Step
-from ..._loop.reports import Reporter, Tick, probes_of
-from ..._progress import MOST, Progress as Settings
+from ..._progress import MOST, Progress as Settings, Reporter, Tick, probes_of
 from ..progress import Showing, refuse_backward
 from ..rows.leaves import most_of_all, most_of_devices
 from .condition import Condition

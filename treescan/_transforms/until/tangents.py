@@ -21,10 +21,10 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, vary_over
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
-from ..._remat import Remat
 from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from ..._tree import Part
+from ..._types import Remat
 from ..checkpoint import (
     RematChunk,
     SaveDecisions,
@@ -33,11 +33,10 @@ from ..checkpoint import (
     divide,
     is_remat3,
     reading,
-    save_costly,
 )
+from ..in_bulk import in_bulk
 from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from ..rows.mask import masked_step
-from ..weights.in_bulk import in_bulk
 from .early_exit import Chunks, StepOutputs
 
 
@@ -348,3 +347,18 @@ def recomputed_chunk(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
 def run_chunk(loop: Loop, outputs: StepOutputs, size: int) -> Step:
     """What runs a chunk, and saves all of it."""
     return as_step(dataclasses.replace(loop, length=size, unroll=1), outputs.levels(size, (), lambda size: None))
+
+
+_PRODUCTS = frozenset({"mul", "square", "integer_pow"})
+_OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose"})
+
+
+def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
+    """The default policy of recomputed chunks: it saves everything that is not cheap to compute again.
+
+    Products are not saved, as their derivative needs their factors, nor are cheap functions of one array: as many
+    arrays are saved as without, or fewer. Of `tanh` that is its result, and not one minus it as well.
+    """
+    del params
+    arrays = sum(aval.ndim > 0 for aval in avals)
+    return prim.name not in _PRODUCTS and not (prim.name in _OF_ONE_ARRAY and arrays == 1)

@@ -27,7 +27,7 @@ from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.prepare import refuse_report
 from ..._verbs.scan import scan
-from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
+from ._scan import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
 
 _NAME = "treescan.integrations.flax.RNN"
 

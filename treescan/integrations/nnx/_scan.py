@@ -15,9 +15,8 @@ from ..._progress import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, FiniteCheck, ProgressLike, RematLike
 from ..._verbs.prepare import refuse_report
-from ._named import by_name
-from ._roles import axes_of, check_axes
 from ._step import ModuleStep, ValueStep
+from ._variables import axes_of, by_name, check_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
 NNX_WORDS = {

@@ -16,19 +16,26 @@ from ..._errors import ArgumentError, BodyError, BodyFault, CarryFault, Fault, M
 from ..._tree import Prefix, is_static, leaves_with_path, same_structure
 from ..._types import Axes
 from ..._verbs.prepare import run_scan
-from ._named import (
+from ._variables import (
+    ModuleAxes,
     Named,
+    Role,
     by_name,
+    check_level,
+    check_shared,
+    check_updatable,
     differences,
+    filters_of,
+    is_axis,
     is_node,
     is_variable,
     leaves_and_nodes,
     replace_nodes,
     spelled,
+    spread_roles,
     variables_in,
     variables_of,
 )
-from ._roles import ModuleAxes, Role, check_level, check_shared, check_updatable, filters_of, is_axis, spread_roles
 
 CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 TAG = "treescan"

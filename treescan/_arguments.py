@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from .._avals import (
+from ._avals import (
     Array,
     LeafAxes,
     PyTree,
@@ -25,10 +25,9 @@ from .._avals import (
     shape_of,
     spec_parts,
 )
-from .._axes import check_axes, spread_axes
-from .._body.call import are_alike
-from .._body.signature import Convention
-from .._errors import (
+from ._body.call import are_alike
+from ._body.signature import Convention
+from ._errors import (
     ArgumentTypeError,
     BodyFault,
     Fault,
@@ -39,10 +38,11 @@ from .._errors import (
     expect,
     expect_int,
 )
-from .._loop.loop import Body
-from .._text import advice
-from .._tree import leaves_with_path, same_structure
-from .._types import Axes, MaskOptions, UnkeyedOptions
+from ._loop.loop import Body
+from ._text import advice
+from ._transforms.axes import check_axes, spread_axes
+from ._tree import leaves_with_path, same_structure
+from ._types import Axes, MaskOptions, UnkeyedOptions
 
 OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
 
@@ -131,19 +131,6 @@ def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) 
         raise Fault(TracedArgumentError, f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
     whole = "Give the number of steps as an int of at least 0. `int(...)` converts a whole number."
     return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
-
-
-def check_bound(bound: Any, name: str) -> int:
-    """A concrete int: the end of a range of indices."""
-    if isinstance(bound, Tracer):
-        raise Fault(
-            TracedArgumentError,
-            f"{{call}}: `{name}` is {describe_traced(bound)}.",
-            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
-            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
-        )
-    first = "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps."
-    return expect_int(bound, name, first)
 
 
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:

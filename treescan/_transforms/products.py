@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import PyTree, elements
-from ..._loop.loop import Feed, Step
-from ..._trace.dependence import dependent
-from ..._trace.equations import PRODUCTS, called, equations_within, has_reverse_rule, inlined, needed, variables_of
-from ..checkpoint import is_decision
+from .._avals import PyTree, elements
+from .._loop.loop import Feed, Step
+from .._trace.dependence import dependent
+from .._trace.equations import PRODUCTS, called, equations_within, has_reverse_rule, inlined, needed, variables_of
+from .checkpoint import is_decision
 
 # fmt: off
 ELEMENTWISE = frozenset(

@@ -1,1 +1,0 @@
-"""Products with weights that are computed for a chunk of steps at once."""
