@@ -20,6 +20,8 @@ from modules import MODULES, PACKAGE, own_imports
 sys.path.pop(0)
 
 VERBS = ("_verbs.scan", "_verbs.mask_scan", "_verbs.layers")
+SURROUNDINGS = ("_body.modules", "_loop.retraces", "_trace.raw_keys")
+"""What functions of the core import not for an option, but where flax is imported, or for a flag of JAX or treescan."""
 
 
 def file_of(module: str) -> Path:
@@ -99,8 +101,8 @@ def page() -> str:
 
 
 def copy(folder: Path, *, options: bool = False) -> None:
-    """Copies the core into a folder, and what its functions import for options."""
-    for module in core() + (late() if options else []):
+    """Copies the core into a folder, with what it needs in any program, and what its functions import for options."""
+    for module in closure((*VERBS, *SURROUNDINGS), imported_at_the_head) + (late() if options else []):
         file = file_of(module)
         place = folder / file.relative_to(PACKAGE)
         place.parent.mkdir(parents=True, exist_ok=True)

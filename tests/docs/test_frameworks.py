@@ -55,4 +55,5 @@ def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
         place = tmp_path / folder / "mylib" / "loops"
         printed("scripts/core.py", place, *options)
         flags = {} if options else {"TREESCAN_REWRITE": "0"}
-        printed("-c", USE, *options, cwd=place.parents[1], PYTHONPATH=str(place.parents[1]), **flags)
+        use = USE if options else f"import flax.linen\n{USE}"  # the core alone looks after modules of flax
+        printed("-c", use, *options, cwd=place.parents[1], PYTHONPATH=str(place.parents[1]), **flags)
