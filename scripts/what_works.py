@@ -87,13 +87,13 @@ def coded(text: str) -> str:
 
 
 def symbol(outcomes: Iterable[str]) -> str:
-    """What stands for cells: all of them equal, all of them refused, or how many are not equal."""
+    """What is shown for cells: all are equal, all are refused, or how many are equal, or faults."""
     of = list(outcomes)
     if NOT_RUN in of:
         return "?"
     bad = [outcome for outcome in of if outcome != EQUAL]
-    if any(fault(outcome) for outcome in bad):
-        return FAULT
+    if faults := sum(map(fault, bad)):
+        return f"{FAULT} {faults} of {len(of)}"
     return WORKS if not bad else REFUSED if len(bad) == len(of) else f"{WORKS} {len(of) - len(bad)} of {len(of)}"
 
 

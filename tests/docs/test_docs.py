@@ -48,7 +48,7 @@ LONG = (
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers", "flax", "random-keys", "training")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "performance", "custom-carries")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers-patterns", "devices", "migrating")),
-    ROOT / "docs" / "recipes" / "index.md",
+    *(ROOT / "docs" / page for page in ("recipes/index.md", "frameworks.md")),
 )
 OF_DEVICES = [ROOT / "docs" / "guides" / "devices.md"]
 FENCE = re.compile(

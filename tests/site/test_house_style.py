@@ -73,3 +73,18 @@ def test_a_tutorial_has_its_notebook(server: str, visit: Open, name: str) -> Non
     with page.expect_download() as download:
         page.get_by_role("link", name="Download this page as a notebook").click()
     assert json.loads(download.value.path().read_text())["nbformat"] == 4
+
+
+@pytest.mark.parametrize("page", ["index.html", "guides/memory.html", "reference/scan.html", "frameworks.html"])
+def test_the_sidebar_fits_a_laptop(server: str, visit: Open, page: str) -> None:
+    opened = visit(f"{server}/{page}")
+    opened.set_viewport_size({"width": 1280, "height": 800})
+    scrolled = opened.locator(".md-sidebar--primary .md-sidebar__scrollwrap")
+    expect(scrolled).to_be_visible()
+    opened.wait_for_function(
+        """() => {
+        const found = document.querySelector(".md-sidebar--primary .md-sidebar__scrollwrap")
+        return found.clientHeight < 700 && found.scrollHeight <= found.clientHeight
+    }""",
+        timeout=5_000,
+    )
