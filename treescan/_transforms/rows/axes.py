@@ -136,7 +136,7 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
         if not stands:
             rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
     if rows:
-        other = _other_batch(option, root, found - {batch})
+        other = _other_batch(option, root, found - {batch}) or _one_for_all(option, batch, found)
         raise Misuse(
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",
             *([other] if other else []),
@@ -158,6 +158,17 @@ def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
     if option == "x_axes":
         return f"If {batch} is the batch shape of the data, {{rows_of_x}}"
     return ""
+
+
+def _one_for_all(option: str, batch: tuple[int, ...], found: set[tuple[int, ...]]) -> str:
+    """The advice if all differing leaves may be one value for all rows, where each row should have its own."""
+    if found - {batch}:
+        return ""
+    cures = {
+        "carry_axes": f"start from one for each row, of shape {_shape(batch)}.",
+        "y_axes": "return one for each row: do not reduce over the rows.",
+    }
+    return f"If each row has its own value there, {cures[option]}" if option in cures else ""
 
 
 def _shape(shape: Sequence[int]) -> str:
