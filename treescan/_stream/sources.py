@@ -278,8 +278,8 @@ def steps_of(tree: PyTree, root: str) -> int:
     for path, leaf in strange:
         raise TypeMisuse(
             f"{{call}}: {path} is {describe_node(leaf)}, but must be an array.",
-            "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n). To read "
-            'a file part by part, pass `np.load(path, mmap_mode="r")`.',
+            "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n). To "
+            'read a file part by part, pass `np.load(path, mmap_mode="r")`.',
         )
     if not all(_has_axis(leaf) for _, leaf in leaves):
         parts = "A part holds `chunk` steps, not a single one: `treescan.stack` makes one of a list of steps. "
