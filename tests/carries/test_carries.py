@@ -119,6 +119,11 @@ def moments_of(values):
 merge = jax.jit(Moments.merge)
 
 
+def test_moments_of_other_entries_are_not_merged():
+    with pytest.raises(ValueError, match=r"moments of float32\[3\] and of float32\[\] cannot be merged"):
+        carry_of(moments((3,)), Moments).merge(carry_of(moments(), Moments))
+
+
 @jax.jit
 def moments_of_first(xs, n):
     return carry_of(treescan.mask_scan(lambda _, x: (x, None), moments(), xs, lengths=n, chunk=0)[0], Moments)

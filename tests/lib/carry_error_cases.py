@@ -125,6 +125,9 @@ case()(
     plugin_given_other_structure=lambda one: scan(
         named("step", lambda state, x: ({"h": state["h"]}, None)), cast({"h": one, "c": one}), XS
     ),
+    plugin_moments_given_a_dict=lambda one: scan(
+        named("step", lambda state, x: ({"seen": {"a": x}}, None)), {"seen": carries.moments()}, one * XS
+    ),
     # What is written.
     plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
     plugin_writes_other_dtype=lambda one: scan(

@@ -229,6 +229,7 @@ case()(
     ),
     # The stacks of a block.
     layers_in_a_list=lambda one: scan_layers(block, X, [dense(one), dense(one), dense(one)]),
+    block_that_takes_x_first=lambda one: fold_layers(lambda x, layer: block_alone(layer, x), X, denses(one)),
     layers_of_two_depths=lambda one: scan_layers(block, X, {"w": one * jnp.ones((4, 3, 3)), "b": jnp.zeros((5, 3))}),
     layers_without_arrays=lambda one: scan_layers(block, X, None),
     layers_none=lambda one: scan_layers(block, X, denses(one, 0)),

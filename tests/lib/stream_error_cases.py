@@ -75,6 +75,8 @@ case(less=HOST)(
     stream_iterator_in_reverse=lambda one: run(parts(5, 5), reverse=True),
     stream_list_of_parts=lambda one: run([np.zeros(5), np.zeros(3)]),
     stream_of_texts=lambda one: run({"x": "texts"}),
+    stream_of_a_path=lambda one: run("xs.npy"),
+    stream_iterator_of_steps=lambda one: run(iter(np.zeros(5, np.float32))),
     stream_of_nothing=lambda one: run({}),
     stream_of_numbers=lambda one: run({"x": 1.0}),
     stream_of_padded=lambda one: run(treescan.pad([XS, XS[:3]])),

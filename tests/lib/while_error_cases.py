@@ -105,6 +105,7 @@ case()(
     while_condition_of_keys=lambda one: while_scan(
         lambda carry: carry[0], lambda carry, x: (carry, x), (keys(jax.random.key(0)), one), XS
     ),
+    while_carry_of_ints=lambda one: while_scan(small, lambda carry, x: (carry / 2, None), one.astype(int), XS),
     while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS),
     while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3),
 )

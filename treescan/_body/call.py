@@ -46,6 +46,7 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
     except (Fault, TreescanError):
         raise
     except Exception as error:
+        _check_order(body, convention, arguments, keywords, error)
         place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
         value: Any = arguments[place] if len(arguments) > place != convention.place else None
         if not are_alike(value):
@@ -66,6 +67,25 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
             advice,
             cause=error,
         ) from None
+
+
+def _check_order(
+    body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any], error: Exception
+) -> None:
+    """Refuses a block that fails with (layer, x) and runs with (x, layer)."""
+    if convention.takes[:2] != ("layer", "x") or not isinstance(error, TypeError | AttributeError):
+        return
+    layer, x, *others = arguments
+    try:
+        call_user(body.function, x, layer, *others, **keywords)
+    except Exception:
+        return
+    raise LayerFault(
+        f"{{call}}: the {{step}} failed with (layer, x), but runs with (x, layer): {type(error).__name__}: {error}",
+        "A block takes its layer first: `def block(layer, x)`. In the call, x comes before the layers: "
+        f"`treescan.{convention.call}`.",
+        cause=error,
+    ) from None
 
 
 def are_alike(trees: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray
@@ -223,6 +224,8 @@ def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> Iterator
         cure = f"Return a value of dtype {given_dtype}."
         if isinstance(given_dtype, np.dtype):
             cure = f"Cast it back, `{name}.astype(jnp.{given_dtype})`, or start from {dtype}."
+            if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(given_dtype, jnp.inexact):
+                cure = f"Start from {dtype}: a cast back to {given_dtype} would lose fractions."
         yield "dtype", "dtype", f"the {{step}} returned {dtype}. {cure}"
     elif not reshaped:
         note, cure = _placement(name, start, jax.typeof(given), jax.typeof(returned))

@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +90,7 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
         if length is None:
             raise Misuse("{call}: there is no source, so the number of steps is unknown.", "Pass `length=`.")
         return _Sliced(lambda start, n: None, length, chunk, reverse)
-    if isinstance(source, Iterator) or (isinstance(source, Iterable) and not _is_array(source) and _is_leaf(source)):
+    if isinstance(source, Iterator) or _is_iterable(source):
         if reverse:
             raise Misuse(
                 f"{{call}}: `reverse=True` begins with the last part, but `source` is {describe_node(source)}, "
@@ -107,9 +107,11 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
     return _Sliced(lambda start, n: jax.tree.map(lambda leaf: _slice(leaf, start, n), source), steps, chunk, reverse)
 
 
-def _is_leaf(node: Any) -> bool:
+def _is_iterable(node: Any) -> TypeGuard[Iterable[Any]]:
+    """Whether it is one object that gives parts, and not an array, a tree or a text."""
     leaves = jax.tree.leaves(node)
-    return len(leaves) == 1 and leaves[0] is node
+    is_leaf = len(leaves) == 1 and leaves[0] is node
+    return is_leaf and isinstance(node, Iterable) and not (_is_array(node) or isinstance(node, str | bytes))
 
 
 def _is_array(leaf: Any) -> bool:
@@ -274,12 +276,14 @@ def steps_of(tree: PyTree, root: str) -> int:
     for path, leaf in strange:
         raise TypeMisuse(
             f"{{call}}: {path} is {describe_node(leaf)}, but must be an array.",
-            "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n).",
+            "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n). To "
+            'read a file part by part, pass `np.load(path, mmap_mode="r")`.',
         )
     if not all(_has_axis(leaf) for _, leaf in leaves):
+        parts = "A part holds `chunk` steps, not a single one: `treescan.stack` makes one of a list of steps. "
         raise Misuse(
             f"{{call}}: `{root}` has leaves without an axis of steps.",
-            "The first axis of every leaf is the steps.",
+            f"{parts * (root == 'x')}The first axis of every leaf is the steps.",
             rows=[Row(path, "an axis of steps", describe_node(leaf)) for path, leaf in leaves if not _has_axis(leaf)],
         )
     sizes = {leaf.shape[0] for _, leaf in leaves}

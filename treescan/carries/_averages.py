@@ -219,7 +219,14 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
         return self.squares / jnp.maximum(self.count - ddof, 1).astype(self.mean.dtype)
 
     def merge(self, other: Moments) -> Moments:
-        """The moments of all entries of both."""
+        """The moments of all entries of both.
+
+        Raises:
+            ValueError: if their entries have different shapes.
+        """
+        if other.mean.shape != self.mean.shape:
+            mine, theirs = (describe_leaf(moments.mean) for moments in (self, other))
+            raise ValueError(f"moments of {mine} and of {theirs} cannot be merged: their entries differ in shape")
         count = self.count + other.count
         dtype = self.mean.dtype
         wide = widest(dtype)  # counts and their ratios: float16 ends at 65504

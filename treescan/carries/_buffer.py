@@ -141,7 +141,7 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: b
         TypeError: if the shape does not end in the value's, or does not begin with the mask's; or if nothing says that
             its other axes are rows.
     """
-    if isinstance(returned, list | tuple):  # of which JAX would make an array
+    if not jax.tree_util.all_leaves([returned]):  # of a list, JAX would make an array
         raise TypeError(f"it carries an array, but was given {describe_node(returned)}")
     new = jnp.asarray(returned)
     if not is_shared(shared, value):

@@ -124,7 +124,7 @@ def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch:
 
 def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
     """One axis a leaf, counted from 0, of axes that are spread already; the batch shape must be there."""
-    rows, spread = [], []
+    rows, spread, scalars = [], [], True
     found: set[tuple[int, ...]] = set()
     for (path, leaf), axis in zip(leaves_with_path(root, tree), axes, strict=True):
         shape = shape_of(leaf) or ()
@@ -134,9 +134,10 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
         if start is not None and len(shape) >= start + len(batch):
             found.add(shape[start : start + len(batch)])
         if not stands:
+            scalars = scalars and not shape
             rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
     if rows:
-        other = _other_batch(option, root, found - {batch})
+        other = _other_batch(option, root, found - {batch}) or (_each(option, batch) if scalars else "")
         raise Misuse(
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",
             *([other] if other else []),
@@ -158,6 +159,15 @@ def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
     if option == "x_axes":
         return f"If {batch} is the batch shape of the data, {{rows_of_x}}"
     return ""
+
+
+def _each(option: str, batch: tuple[int, ...]) -> str:
+    """The advice if all differing leaves are single values, where each row may need its own."""
+    cures = {
+        "carry_axes": f"start from one for each row, of shape {_shape(batch)}.",
+        "y_axes": "return one for each row: do not reduce over the rows.",
+    }
+    return f"If each row has its own value there, {cures[option]}" if option in cures else ""
 
 
 def _shape(shape: Sequence[int]) -> str:
