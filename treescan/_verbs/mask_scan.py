@@ -129,7 +129,7 @@ def mask_scan(
         compact: True: in each chunk, the rows that have a valid step are moved to the front, along the first axis of
             the batch, and the body runs on the smallest tier that holds them. The body must not close over arrays that
             have rows (pass them through the carry or xs), and must accept any number of rows. Tiers are 1, 2, 4, ..., B
-            rows (at most seven, spaced evenly in ratio from 1 to B), or B/16, B/4 and B if a step has more than 100
+            rows (at most seven, spaced evenly in ratio from 1 to B), or B/16, B/2 and B if a step has more than 100
             equations; a tuple sets other tiers. The body is traced and compiled once per tier. Steps at the end that
             fill no chunk run on all rows, if they run on any. Results return in the order of the rows.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`, `name`,
