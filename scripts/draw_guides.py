@@ -331,7 +331,7 @@ def timelines() -> dict[str, tuple[list[tuple[Kind, int]], int]]:
         return jnp.sin(h @ weights), None
 
     found = {}
-    plans: dict[str, RematLike] = {"None": None, '"step"': "step", '"nested"': "nested"}
+    plans: dict[str, RematLike | None] = {"None": None, '"step"': "step", '"nested"': "nested"}
     for name, remat in (plans | {"Remat(levels=3)": treescan.Remat(levels=3)}).items():
         plan = treescan.plan_remat(step, h, length=T, remat=remat)
         assert plan.step_bytes == STEP * plan.carry_bytes
