@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import math
-from typing import Literal
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from picture import WIDTH, Picture
 
 import treescan
+from treescan._types import RematLike
 
 # Resets on a timeline.
 
@@ -273,12 +280,16 @@ def nan() -> Picture:
 
 # What plans hold over time.
 
-T, CARRY, STEP = 16, 1, 2  # in carries: a carry, and what a step saves
+T, CARRY, STEP = 32, 1, 2  # in carries: a carry, and what a step saves
 Kind = Literal["forward", "again", "back"]
 
 
-def timeline(plan: str | None, size: int = 0) -> list[tuple[Kind, int]]:
-    """What happens one after the other, and how many carries' bytes the gradient needs then."""
+def timeline(sizes: tuple[int, ...] | None) -> list[tuple[Kind, int]]:
+    """What happens one after the other, and how many carries' bytes the gradient needs then.
+
+    Args:
+        sizes: of a plan's nested chunks, the innermost first; None if nothing is recomputed.
+    """
     events: list[tuple[Kind, int]] = []
     held = 0
 
@@ -288,23 +299,26 @@ def timeline(plan: str | None, size: int = 0) -> list[tuple[Kind, int]]:
         events.append((kind, held))
         held += then
 
-    for step in range(T):
-        note("forward", STEP if plan is None else CARRY if plan == "step" or step % size == 0 else 0)
-    if plan is None:
-        for _ in range(T):
-            note("back", 0, -STEP)
-    elif plan == "step":
-        for _ in range(T):
-            note("again", STEP)
-            note("back", 0, -STEP - CARRY)
-    else:
-        for _ in range(T // size):
-            for _ in range(size):
-                note("again", CARRY)
-            for _ in range(size):
+    def run(kind: Kind, steps: int, *sizes: int) -> None:
+        nonlocal held
+        part = sizes[-1] if sizes else 1
+        for step in range(steps):
+            note(kind, 0 if step % part else CARRY)
+        for _ in range(steps // part):  # each saved carry is that of a part, whose gradient needs it
+            if part == 1:
                 note("again", STEP)
                 note("back", 0, -STEP - CARRY)
-            held -= CARRY
+            else:
+                run("again", part, *sizes[:-1])
+                held -= CARRY
+
+    if sizes is None:
+        for _ in range(T):
+            note("forward", STEP)
+        for _ in range(T):
+            note("back", 0, -STEP)
+    else:
+        run("forward", T, *sizes)
     return events
 
 
@@ -317,17 +331,19 @@ def timelines() -> dict[str, tuple[list[tuple[Kind, int]], int]]:
         return jnp.sin(h @ weights), None
 
     found = {}
-    for name, remat in (("None", None), ('"step"', "step"), ('"nested"', "nested")):
-        plan = treescan.plan_remat(step, h, length=T, remat=remat)  # type: ignore[arg-type]
+    plans: dict[str, RematLike | None] = {"None": None, '"step"': "step", '"nested"': "nested"}
+    for name, remat in (plans | {"Remat(levels=3)": treescan.Remat(levels=3)}).items():
+        plan = treescan.plan_remat(step, h, length=T, remat=remat)
         assert plan.step_bytes == STEP * plan.carry_bytes
-        found[name] = timeline(remat, *plan.sizes), plan.saved_bytes // plan.carry_bytes
+        found[name] = timeline(None if remat is None else plan.sizes), plan.saved_bytes // plan.carry_bytes
     return found
 
 
 def held() -> Picture:
-    """What the gradient needs over time, under three plans."""
+    """What the gradient needs over time, under four plans."""
     found = timelines()
-    unit, tall, apart = 6, 66, 128
+    left, tall, apart = 8, 64, 126
+    unit = (WIDTH - 2 * left) / max(len(events) for events, _ in found.values())
     most = max(peak for _, peak in found.values())
     kinds = {"forward": "strong box", "again": "padding", "back": "data"}
     picture = Picture(
@@ -341,28 +357,150 @@ def held() -> Picture:
             for name, (events, peak) in found.items()
         ),
     )
-    left = 8
     for number, (name, (events, peak)) in enumerate(found.items()):
         top = number * apart
         floor = top + 34 + tall
         picture.text(0, top + 16, f"remat={name}", "code")
         picture.text(WIDTH, top + 16, f"at most {peak} carries", "", "end")
-        picture.line((left, floor), (left + 64 * unit, floor), kind="rule")
+        picture.line((left, floor), (WIDTH - left, floor), kind="rule")
         points: list[tuple[float, float]] = [(left, floor)]
         for place, (_, now) in enumerate(events):
             y = floor - now * tall / most
             points += [(left + place * unit, y), (left + (place + 1) * unit, y)]
         points.append((left + len(events) * unit, floor))
         picture.area(*points, kind="strong box")
-        begin = 0
-        for place, (kind, _) in enumerate(events):
-            if place + 1 == len(events) or events[place + 1][0] != kind:
-                picture.box(left + begin * unit, floor + 4, (place + 1 - begin) * unit, 9, kinds[kind], round_=0)
-                begin = place + 1
+        for begin, end, kind in ((0, T, "forward"), (T, len(events), "again")):
+            picture.box(left + begin * unit, floor + 4, (end - begin) * unit, 9, kinds[kind], round_=0)
+        for kind, run in itertools.groupby(enumerate(events), lambda event: event[1][0]):
+            places = [place for place, _ in run]
+            if kind == "back":
+                picture.box(left + places[0] * unit, floor + 4, len(places) * unit, 9, kinds[kind], round_=0)
     legend = len(found) * apart + 14
     for x, kind, says in ((0, "forward", "forward"), (96, "again", "recomputed"), (224, "back", "backward")):
         picture.box(x + 1, legend - 13, 18, 16, kinds[kind], round_=2)
         picture.text(x + 26, legend, says, "small")
+    return picture
+
+
+# A progress bar.
+
+MOVES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Noted(treescan.AbstractProgressMeter):
+    """A meter that writes down what it is told."""
+
+    told: list[tuple[int, float]] = dataclasses.field(default_factory=list, hash=False, compare=False)
+
+    def init(self, label: str, total: int | None) -> None:
+        """Nothing is drawn."""
+
+    def step(self, bar: None, done: int, shown: Mapping[str, float]) -> None:
+        """Writes down the step and the value of h."""
+        self.told.append((done, shown["h"]))
+
+    def close(self, bar: None) -> None:
+        """Nothing is drawn."""
+
+
+def moves() -> list[tuple[int, float]]:
+    """How many steps are done whenever the bar of the guide to progress moves, and h."""
+
+    def step(h: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
+        return jnp.tanh(h + x), None
+
+    meter = Noted()
+    shown = treescan.Progress("cells", show=lambda h: {"h": h}, updates=MOVES, meter=meter)
+    treescan.scan(step, jnp.zeros(()), jnp.linspace(-1.0, 1.0, 1000), progress=shown)
+    jax.effects_barrier()
+    return meter.told
+
+
+def bar() -> Picture:
+    """One bar, whenever it moves."""
+    told = moves()
+    total, apart, left, wide = told[-1][0], 30, 102, 156
+    picture = Picture(
+        "bar",
+        len(told) * apart + 6,
+        "A progress bar whenever it moves",
+        f"The bar of a loop of {total} steps, labelled cells. "
+        + " ".join(f"After {done} steps: {done * 100 // total} %, h={h:.3f}." for done, h in told),
+    )
+    for number, (done, h) in enumerate(told):
+        y = 4 + number * apart
+        picture.text(left - 8, y + 15, f"cells: {100 * done // total}%", "small code", "end")
+        picture.box(left, y, wide, 20, "padding")
+        picture.box(left, y, wide * done / total, 20, "data")
+        picture.text(left + wide + 8, y + 15, f"{done}, h={h:.3f}", "small code")
+    return picture
+
+
+# A training curve.
+
+SHOWN, KEPT = 100, 10
+TRAINING = Path(__file__).parent.parent / "docs" / "guides" / "training.md"
+
+
+@functools.cache
+@jax.numpy_dtype_promotion("standard")  # as readers run the guide
+def losses() -> tuple[list[float], list[float], list[float]]:
+    """Of the run in the guide to training: the loss of each step, of every tenth, and its moving average."""
+    blocks = re.findall(r"^```python.*?\n(.*?)^```$", TRAINING.read_text(), re.DOTALL | re.MULTILINE)[:2]
+    guide = ModuleType("guide")
+    exec(compile("\n".join(blocks), "guide.py", "exec", dont_inherit=True), vars(guide))
+
+    def observe(run: Any, rows: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        following, loss = guide.observe(run, rows)
+        return following, {"each": loss, "kept": loss}
+
+    run, found = treescan.scan(observe, guide.run, guide.batches[:SHOWN], save={"each": "all", "kept": KEPT})
+    averages = [guide.run.smooth]
+    for loss in found["each"]:
+        averages.append(averages[-1].write(loss, None))
+    assert jnp.allclose(averages[-1].read(), run.smooth.read())
+    return found["each"].tolist(), found["kept"].tolist(), [float(average.read()) for average in averages[1:]]
+
+
+def curve() -> Picture:
+    """A training curve, as three ways to record it show it."""
+    each, kept, smooth = losses()
+    top, floor, left, most = 8, 188, 26, 20
+    picture = Picture(
+        "curve",
+        floor + 62,
+        "A training curve, recorded in three ways",
+        f"The loss of {SHOWN} steps falls from {each[0]:.0f} to {each[-1]:.2f}. Each loss goes up and down. "
+        f"save={KEPT} keeps {len(kept)} of them. The moving average, ema, is smooth, and follows a few steps behind.",
+    )
+
+    def at(step: float, loss: float) -> tuple[float, float]:
+        return round(left + step * (WIDTH - left - 4) / SHOWN), round(floor - loss * (floor - top) / most)
+
+    for loss in range(0, most + 1, 5):
+        picture.line(at(0, loss), at(SHOWN, loss), kind="rule")
+        picture.text(left - 6, at(0, loss)[1] + 4, str(loss), "small", "end")
+    for step in range(0, SHOWN, 20):
+        picture.text(
+            at(step, 0)[0],
+            floor + 18,
+            f"step {step}" if step == 0 else str(step),
+            "small",
+            "middle" if step else "start",
+        )
+    picture.line(*(at(step, loss) for step, loss in enumerate(each)))
+    picture.line(*(at(step, loss) for step, loss in enumerate(smooth)), kind="curve")
+    for number, loss in enumerate(kept):
+        picture.dot(*at((number + 1) * KEPT - 1, loss), 4)
+    picture.text(left + 8, top + 10, "loss", "small")
+    y = floor + 44
+    picture.line((2, y), (24, y))
+    picture.text(30, y + 5, "each loss", "small")
+    picture.dot(122, y, 4)
+    picture.text(132, y + 5, f"save={KEPT}", "small code")
+    picture.line((226, y), (248, y), kind="curve")
+    picture.text(254, y + 5, "ema(0.0, 0.9)", "small code")
     return picture
 
 

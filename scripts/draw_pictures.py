@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from draw_front import ASSETS, front_files, ragged
-from draw_guides import axes, held, nan, packing, resets, turns
+from draw_guides import axes, bar, curve, held, nan, packing, resets, turns
 from draw_padding import compact, padding, skipped
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
@@ -412,7 +412,7 @@ def choosing() -> Picture:
 
 PICTURES = (
     *(ragged, padding, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
-    *(resets, packing, axes, nan, held, turns),
+    *(resets, packing, axes, nan, held, turns, bar, curve),
 )
 
 

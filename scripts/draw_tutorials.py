@@ -134,8 +134,9 @@ def newton() -> Picture:
         picture.line(at(x, 0), at(x, x * x - SQUARE), kind="rule")
         picture.line(at(x, x * x - SQUARE), at(following, 0), kind="line")
         picture.dot(*at(x, x * x - SQUARE), 4)
-        if number < 3:
-            picture.text(at(x, 0)[0], zero + 18, f"x{number} = {x:.3g}", "small", "middle")
+        if number < 3:  # x2 beside x1 would overlap it
+            below = zero + (36 if number == 2 else 18)
+            picture.text(at(x, 0)[0], below, f"x{number} = {x:.3g}", "small", "middle")
     picture.text(16, 20, "x * x - 2", "code")
     picture.text(16, 46, f"{len(visited) - 1} steps: {', '.join(f'{x:.3g}' for x in visited[:4])}, ...", "small")
     picture.text(16, 68, "each follows the tangent to zero", "small")

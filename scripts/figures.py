@@ -34,6 +34,7 @@ def _masked(what: str, against: str, label: str) -> Chosen:
     return ("masked", what, against, label)
 
 
+LONG_NAMES = {"LSTM, 3 layers, bfloat16": "bfloat16 LSTM"}  # and what they are called where a phone has to show them
 CHARTS: Mapping[str, Sequence[Chosen]] = {
     "headlines": (
         ("run_time", "scan, gradient", "jax.lax.scan", "a scan without options, gradient / jax.lax.scan"),
@@ -197,7 +198,7 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("recipes", "a GRU with resets, gradient", "flax.linen.scan", "a GRU with resets, gradient / flax.linen.scan"),
     ),
     "bodies": tuple(
-        ("bodies", f"{body}, {what}", against, f"{body}, {label}")
+        ("bodies", f"{body}, {what}", against, f"{LONG_NAMES.get(body, body)}, {label}")
         for what, against, label in (
             ("uniform, gradient", "where by hand", "masked, gradient / a where"),
             ("remat auto, gradient", "jax.lax.scan", "remat auto, gradient / jax.lax.scan"),
@@ -252,6 +253,7 @@ MEMORY_KINDS: Mapping[str, str] = {
     "remat auto, memory": "memory of the gradient, remat auto / jax.lax.scan",
 }
 LANE, APART = 6, 1.0  # pixels from dot to dot upwards; and percent across
+TALLEST = 96  # pixels of all lanes: where there are many, dots are closer
 
 # The chart of the tiers: a curve for each kind of lengths.
 TIERS, COMPILE = "tiers", "compile"
@@ -491,7 +493,8 @@ def _dots_row(label: str, rows: Sequence[Report], top: int, low: float, high: fl
         lane = next((n for n, last in enumerate(lanes) if across - last >= APART), len(lanes))
         lanes[lane : lane + 1] = [across]
         placed.append((x, lane, comparison))
-    bottom = top + 26 + LANE * len(lanes)
+    lane_height = min(LANE, TALLEST / len(lanes))
+    bottom = top + 26 + round(lane_height * len(lanes))
     median = statistics.median(c["ratio"]["median"] for c in rows)
     x = _x(median, low, high)
     made = [
@@ -502,8 +505,8 @@ def _dots_row(label: str, rows: Sequence[Report], top: int, low: float, high: fl
         kind = "fitted" if comparison["details"]["fitted"] else "family"
         ratio = _number(comparison["ratio"]["median"])
         title = escape(f"{comparison['name'].rsplit(', ', 2)[0]}: {ratio}")
-        y = bottom - 8 - LANE * lane
-        made.append(f'<circle class="{kind}" cx="{x_dot}" cy="{y}" r="2.5"><title>{title}</title></circle>')
+        y = bottom - 8 - lane_height * lane
+        made.append(f'<circle class="{kind}" cx="{x_dot}" cy="{y:.4g}" r="2.5"><title>{title}</title></circle>')
     return made, bottom
 
 

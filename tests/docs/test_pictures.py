@@ -222,6 +222,14 @@ def test_the_pictures_of_guides_show_what_is_so() -> None:
     assert {name for row in rows for name in row} == {name for steps in sequences for name in steps}
     _, order = draw_guides.turns_of()
     assert order == list(range(draw_guides.DEPTH))
+    told = draw_guides.moves()
+    assert [done for done, _ in told] == [250, 500, 750, 1000]
+    printed = re.findall(r"^cells: (\d+) h=(\S+)$", PAGES, re.MULTILINE)  # by the meter of the guide, in the same loop
+    assert printed == [(str(done), f"{h:.3f}") for done, h in told]
+    each, kept, smooth = draw_guides.losses()
+    assert kept == each[draw_guides.KEPT - 1 :: draw_guides.KEPT]
+    weights = 0.9 ** np.arange(draw_guides.SHOWN)[::-1]
+    assert smooth[-1] == pytest.approx(np.sum(weights * each) / np.sum(weights), rel=1e-4)
 
 
 def test_the_boxes_of_the_flowchart_are_links() -> None:

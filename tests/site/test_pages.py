@@ -40,6 +40,14 @@ def test_page_fits_a_phone(server: str, visit: Open, page: str) -> None:
     assert not violations(opened, runOnly=["scrollable-region-focusable"])
 
 
+def test_words_of_charts_are_not_cut_on_a_phone(server: str, visit: Open) -> None:
+    opened = visit(f"{server}/benchmarks.html", phone=True)
+    cut = """() => [...document.querySelectorAll(".ratios text")]
+        .filter(text => text.getBoundingClientRect().right > document.documentElement.clientWidth)
+        .map(text => text.textContent)"""
+    assert not opened.evaluate(cut)
+
+
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("page", PAGES)
 def test_page_is_accessible(server: str, visit: Open, page: str, dark: bool) -> None:

@@ -210,7 +210,6 @@ def _check_ignore(ignore: Any) -> Ignores:
 Layer = TypeVar("Layer")
 Order: TypeAlias = Literal["turns"] | Sequence[int]
 Names: TypeAlias = Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
-_PREFIX = "layers"
 _SEVERAL = (
     'If it is a sequence of {what}, `order` must say how their layers are numbered: `order="turns"` for a pattern.'
 )
@@ -263,7 +262,7 @@ def layers_from_state_dict(
     state: Mapping[str, Any],
     like: PyTree = None,
     *,
-    prefix: str = _PREFIX,
+    prefix: str = "layers",
     names: Any = None,
     order: Any = None,
     ignore: Any = None,
@@ -327,7 +326,7 @@ def layers_from_state_dict(
 
 @verb
 def layers_to_state_dict(
-    stacked: PyTree, *, prefix: str = _PREFIX, names: Names = None, order: Order | None = None
+    stacked: PyTree, *, prefix: str = "layers", names: Names = None, order: Order | None = None
 ) -> dict[str, Array]:
     """Returns the arrays of a stack under the names of a flat checkpoint: the inverse of `layers_from_state_dict`.
 

@@ -24,7 +24,7 @@ GROUP = "treescan.carries"
 
 _PLAIN: frozenset[type] = frozenset((dict, list, tuple, type(None), bool, int, float, complex, str, np.ndarray))
 _OWN = frozenset(("builtins", "collections", "jax", "jaxlib", "numpy", "treescan"))
-_T = TypeVar("_T")
+Value = TypeVar("Value")
 
 
 class Adoption(NamedTuple):
@@ -65,7 +65,7 @@ _lock = threading.RLock()
 
 @named_options
 def register_carry(
-    kind: type[_T], to_carry: Callable[[_T], AbstractCarry[Any, Any]], from_carry: Callable[[Any], _T]
+    kind: type[Value], to_carry: Callable[[Value], AbstractCarry[Any, Any]], from_carry: Callable[[Any], Value]
 ) -> None:
     """Registers how treescan carries values of a type that you do not own.
 
