@@ -42,7 +42,7 @@ NUMBERS = {
     "the same, in letters": (r"B/(\d+, B/\d+) and B\b", {f"{LARGE_PARTS[2]}, B/{LARGE_PARTS[1]}"}, 1),
     "bytes that make a loop large": (r"about (\d+) MB", {str(LARGE // 2**20)}, 4),
     "what a plan has to spare": (r"(\d+) % to spare|margin of (\d+) %", {f"{MARGIN - 1:.0%}"[:-1]}, 3),
-    "steps of the shortest loop for auto": (r"a loop of fewer than (\d+) steps", {str(LEAST_STEPS)}, 1),
+    "steps of the shortest loop for auto": (r"those of fewer than (\d+) steps", {str(LEAST_STEPS)}, 1),
     "updates of a bar": (r"given \| at most (\d+) chunks|None: at most (\d+),", {str(MOST)}, 2),
     "parameters of lax.scan": (r"first (\w+) parameters", {WORDS[same_parameters()]}, 2),
     "evaluations of nested": (r'"nested"` evaluates each step (\w+) times', {WORDS[evaluations()]}, 1),
