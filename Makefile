@@ -11,7 +11,8 @@ PYTEST_ARGS ?=
 CASES ?= 200
 SEED ?=
 MUTANTS_ARGS ?=
-PYTEST = -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+# Each worker begins with files of its own, for tests of one file share programs.
+PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 # Tests of one device, which are compiled as for users, then those of eight. pytest ends with 5 where it selected none.
 # tests PYTHON, MARKS, ARGUMENTS
 define tests

@@ -24,7 +24,7 @@ import treescan
 
 pytestmark = pytest.mark.devices
 
-SHARE = 64  # one cell in so many is for every day
+SHARE = 128  # one cell in so many is for every day
 
 
 def cells(verb: str) -> list[Cell]:
