@@ -241,6 +241,7 @@ def divide(h, x):
 WRONG = jnp.ones(5).at[3].set(0.0)
 
 
+@pytest.mark.quick
 @by_turns(2, verb=["scan", "mask_scan", "while_scan", "backward"], reverse=[False, True], jitted=[False, True])
 def test_check_finite_counts_over_the_whole_run(verb: str, reverse: bool, jitted: bool) -> None:
     def run(offset: Any) -> Any:
@@ -266,6 +267,7 @@ def test_check_finite_counts_over_the_whole_run(verb: str, reverse: bool, jitted
     assert 200 <= record.step < 205
 
 
+@pytest.mark.quick
 def test_outer_steps_count_over_the_whole_run_too() -> None:
     def outer(h, xs):
         return treescan.fold(lambda h, x: h / x, h, xs, check_finite=True, offset=1000), None
@@ -275,6 +277,7 @@ def test_outer_steps_count_over_the_whole_run_too() -> None:
         jax.block_until_ready(treescan.scan(outer, jnp.ones(()), rows, offset=70, check_finite=True))
 
 
+@pytest.mark.quick
 def test_a_layer_has_its_place_in_the_stacks_of_this_part() -> None:
     stack = jnp.ones(3).at[1].set(0.0)
     divides = lambda layer, h: h / layer  # noqa: E731
