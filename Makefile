@@ -11,7 +11,8 @@ PYTEST_ARGS ?=
 CASES ?= 200
 SEED ?=
 MUTANTS_ARGS ?=
-PYTEST = -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+# Each worker begins with files of its own, for tests of one file share programs.
+PYTEST = -m pytest --numprocesses $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 # Tests of one device, which are compiled as for users, then those of eight. pytest ends with 5 where it selected none.
 # tests PYTHON, MARKS, ARGUMENTS
 define tests
@@ -54,9 +55,10 @@ fuzz-ci: .venv/.group-test
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 2 --report --no-shrink $(if $(SEED),--seed $(SEED))
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.decisions --minutes 1 --report $(if $(SEED),--seed $(SEED))
 
-# What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake.
+# What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake;
+# so does what looks at the texts and the pictures of pages, which are the same on all.
 ONE_RELEASE = $(foreach name,flags generated leaks primitives,--ignore tests/promises/test_$(name).py) \
-	--ignore tests/docs/test_what_works.py
+	$(foreach name,docs_hooks messages notebooks pages pictures site_figures what_works widths,--ignore tests/docs/test_$(name).py)
 
 # Each test function runs on these releases, and a twelfth of its cases: all cases run on the main one.
 test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 12

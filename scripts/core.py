@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lib"))
 
-from modules import MODULES, PACKAGE, own_imports
+from modules import PACKAGE, modules, own_imports
 
 sys.path.pop(0)
 
@@ -34,7 +34,7 @@ def lines_of(module: str) -> int:
     """Lines of code: without docstrings, comments and blank lines."""
     docstrings = {
         line
-        for node in ast.walk(MODULES[module])
+        for node in ast.walk(modules()[module])
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None
         for line in range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1)
     }
@@ -44,7 +44,8 @@ def lines_of(module: str) -> int:
 
 def imported_at_the_head(module: str) -> Iterator[str]:
     """The modules that are loaded when this one is."""
-    statements = list[ast.stmt](node for node in MODULES[module].body if isinstance(node, ast.Import | ast.ImportFrom))
+    body = modules()[module].body
+    statements = list[ast.stmt](node for node in body if isinstance(node, ast.Import | ast.ImportFrom))
     yield from own_imports(module, ast.Module(statements, []))
     yield from ("__init__", *(".".join(module.split(".")[:i]) for i in range(1, module.count(".") + 1)))  # its packages
 

@@ -1,6 +1,7 @@
 """The shape of the package, read off its syntax: what may import what, what is called where, how long things get."""
 
 import ast
+import functools
 import graphlib
 import inspect
 import re
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import CALLS, LAYERS, MODULES, PACKAGE, imports, own_imports
+from modules import CALLS, LAYERS, PACKAGE, imports, modules, own_imports
 
 import treescan
 from scripts import printed, script
@@ -25,9 +26,11 @@ PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
 VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
 
 
-TEST_TREES = {
-    file.relative_to(TESTS).as_posix(): ast.parse(file.read_text(), str(file)) for file in sorted(TESTS.rglob("*.py"))
-}
+@functools.cache
+def trees_of_tests() -> dict[str, ast.Module]:
+    """The syntax of each file of the tests."""
+    files = sorted(TESTS.rglob("*.py"))
+    return {file.relative_to(TESTS).as_posix(): ast.parse(file.read_text(), str(file)) for file in files}
 
 
 def references(tree: ast.AST) -> Iterator[str]:
@@ -56,11 +59,11 @@ def layer_of(module: str) -> int:
 
 
 def test_the_layers_are_all_modules() -> None:
-    assert set(LAYERS) == {module.split(".")[0] for module in MODULES}, "say in LAYERS where a new module belongs"
+    assert set(LAYERS) == {module.split(".")[0] for module in modules()}, "say in LAYERS where a new module belongs"
 
 
 def test_imports_run_one_way() -> None:
-    graph = {module: set(own_imports(module)) for module in MODULES}
+    graph = {module: set(own_imports(module)) for module in modules()}
     up = {m: found for m, others in graph.items() if (found := {o for o in others if layer_of(o) > layer_of(m)})}
     assert not up
     inner = {m: {o for o in others if "." in o or layer_of(o) < layer_of(m)} for m, others in graph.items()}
@@ -69,14 +72,14 @@ def test_imports_run_one_way() -> None:
 
 def test_lax_scan_is_called_in_one_place() -> None:
     found = [
-        (module, name) for module, tree in MODULES.items() for name in references(tree) if name.endswith("lax.scan")
+        (module, name) for module, tree in modules().items() for name in references(tree) if name.endswith("lax.scan")
     ]
     assert found == [("_loop.run", "jax.lax.scan")]
 
 
 def test_no_other_loop_primitive() -> None:
     loops = re.compile(r".*\blax\.(while_loop|fori_loop|map|associative_scan|scan_p|while_p)")
-    assert not {m: n for m, tree in MODULES.items() for n in references(tree) if loops.fullmatch(n)}
+    assert not {m: n for m, tree in modules().items() for n in references(tree) if loops.fullmatch(n)}
 
 
 def private_names(tree: ast.AST) -> list[str]:
@@ -88,36 +91,32 @@ def private_names(tree: ast.AST) -> list[str]:
 
 
 def test_nothing_private_of_others() -> None:
-    assert not {name: found for name, tree in (MODULES | TEST_TREES).items() if (found := private_names(tree))}
+    assert not {name: found for name, tree in (modules() | trees_of_tests()).items() if (found := private_names(tree))}
 
 
 def test_only_declared_dependencies_are_imported() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
     declared = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]} | {"numpy"}  # JAX's own
-    for module, tree in MODULES.items():
+    for module, tree in modules().items():
         roots = {target.split(".")[0] for level, target, _ in imports(tree) if not level}
         optional = {"flax"} if module.startswith("integrations.") else set()
         assert roots <= declared | sys.stdlib_module_names | optional, module
 
 
-def loaded_by(program: str, **environment: str) -> set[str]:
-    """The modules that a program loads in a new process, once JAX is there."""
-    code = f"import sys, jax, jax.numpy as jnp\nthere = set(sys.modules)\n{program}\nprint(*set(sys.modules) - there)"
-    return set(printed("-c", code, **environment).split())
+def loaded_by(*programs: str, **environment: str) -> list[set[str]]:
+    """The modules that each of some programs loads, one after another in a new process, once JAX is there."""
+    code = ["import sys, jax, jax.numpy as jnp", "there = set(sys.modules)"]
+    for program in programs:
+        code += [program, "print(*set(sys.modules) - there)", "there = set(sys.modules)"]
+    return [set(line.split()) for line in printed("-c", "\n".join(code), **environment).splitlines()]
 
 
 def own(loaded: set[str]) -> set[str]:
-    """The modules of the package, as `MODULES` names them."""
+    """The modules of the package, as `modules` names them."""
     return {name.removeprefix("treescan").removeprefix(".") or "__init__" for name in loaded if "treescan" in name}
 
 
 OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
-
-
-def test_the_import_loads_no_module_but_the_table_of_names() -> None:
-    loaded = loaded_by("import treescan, treescan.carries")
-    assert own(loaded) == {"__init__", "_lazy", "carries"}
-    assert not {name.split(".")[0] for name in loaded} & OF_OTHERS
 
 
 REWRITING = {
@@ -127,12 +126,19 @@ REWRITING = {
 }  # fmt: skip
 
 
-def test_three_verbs_load_their_core_alone() -> None:
-    names = loaded_by("from treescan import mask_scan, scan, scan_layers")
-    assert own(names) == set(CORE.core())
-    assert not {name.split(".")[0] for name in names} & OF_OTHERS
-    assert own(loaded_by(CALLS, TREESCAN_REWRITE="0")) == set(CORE.core())
-    assert own(loaded_by(CALLS)) - set(CORE.core()) == REWRITING
+def test_the_import_loads_a_table_of_names_and_three_verbs_their_core_alone() -> None:
+    importing, taking, calling = loaded_by(
+        "import treescan, treescan.carries", "from treescan import mask_scan, scan, scan_layers", CALLS
+    )
+    assert own(importing) == {"__init__", "_lazy", "carries"}
+    assert own(importing | taking) - {"carries"} == set(CORE.core()) - {"carries"}
+    assert not {name.split(".")[0] for name in importing | taking} & OF_OTHERS
+    assert own(calling) == REWRITING
+
+
+def test_calls_without_rewriting_load_no_more_than_the_core() -> None:
+    (loaded,) = loaded_by(CALLS, TREESCAN_REWRITE="0")
+    assert own(loaded) == set(CORE.core())
 
 
 def test_the_core_is_the_one_that_the_documentation_lists() -> None:
@@ -140,7 +146,7 @@ def test_the_core_is_the_one_that_the_documentation_lists() -> None:
 
 
 def test_modules_can_be_loaded_while_jax_traces() -> None:
-    names = [f"treescan.{module}" for module in MODULES if not module.startswith(("__", "integrations."))]
+    names = [f"treescan.{module}" for module in modules() if not module.startswith(("__", "integrations."))]
     loaded_by(
         f"""
 import importlib
@@ -167,14 +173,14 @@ def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def test_functions_are_short() -> None:
-    nodes = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree)]
+    nodes = [(module, node) for module, tree in modules().items() for node in ast.walk(tree)]
     functions = [(m, node) for m, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert not {(m, f.name): length_of(f) for m, f in functions if length_of(f) > LONGEST_FUNCTION}
 
 
 def test_docstrings_can_be_read_alone() -> None:
     kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
-    nodes = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+    nodes = [(module, node) for module, tree in modules().items() for node in ast.walk(tree) if isinstance(node, kinds)]
     texts = [(module, ast.get_docstring(node) or "") for module, node in nodes]
     assert not [(module, text) for module, text in texts if re.match(r"(The same\b|As `|Likewise|See )", text)]
 
@@ -182,7 +188,7 @@ def test_docstrings_can_be_read_alone() -> None:
 @pytest.mark.parametrize("package", ["__init__", "carries"])
 def test_init_holds_exports_and_nothing_else(package: str) -> None:
     """What type checkers read at the head of a package is what the program finds there."""
-    choice = MODULES[package].body[-1]
+    choice = modules()[package].body[-1]
     assert isinstance(choice, ast.If)
     exported = {}
     for statement in choice.body:
@@ -232,7 +238,7 @@ def test_what_is_listed_as_slow_is_there() -> None:
     listed = {line.split("[")[0] for line in (TESTS / "slow.txt").read_text().splitlines()}
     functions = {
         f"tests/{file}::{node.name}"
-        for file, tree in TEST_TREES.items()
+        for file, tree in trees_of_tests().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
     }
@@ -253,7 +259,7 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
 def test_every_transform_has_one_place_in_the_order() -> None:
     found = {
         node.name
-        for module, tree in MODULES.items()
+        for module, tree in modules().items()
         for node in tree.body
         if module.startswith("_transforms.")
         and isinstance(node, ast.ClassDef)

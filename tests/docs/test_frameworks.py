@@ -53,7 +53,7 @@ def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
     assert abs(int(written[2].replace(",", "")) - sum(map(core.lines_of, files))) < 100
     for folder, options in (("core", []), ("whole", ["--options"])):
         place = tmp_path / folder / "mylib" / "loops"
-        printed("scripts/core.py", place, *options)
+        core.copy(place, options=bool(options))
         flags = {} if options else {"TREESCAN_REWRITE": "0"}
         use = USE if options else f"import flax.linen\n{USE}"  # the core alone looks after modules of flax
         printed("-c", use, *options, cwd=place.parents[1], PYTHONPATH=str(place.parents[1]), **flags)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from modules import LAYERS, MODULES, own_imports
+from modules import LAYERS, modules, own_imports
 from plots import rows_of_steps
 
 import treescan
@@ -106,7 +106,7 @@ def test_text_and_data_stand_out(scheme: str) -> None:
 def test_the_house_stands() -> None:
     shown = [name for _, lines in DRAW.FLOORS for line in lines for name in re.findall(r"\w+", line)]
     assert sorted(shown) == sorted(LAYERS)
-    for module in MODULES:
+    for module in modules():
         floors = {DRAW.floor_of(other) for other in own_imports(module)}
         assert max(floors, default=0) <= DRAW.floor_of(module)
 

@@ -19,7 +19,7 @@ from scripts import script
 
 what_works = script("what_works")
 DATA = json.loads(what_works.DATA.read_text())
-SHARE = 64  # one cell in so many is for every day
+SHARE = 128  # one cell in so many is for every day
 
 
 def listed(cell: Cell) -> str:

@@ -1,6 +1,7 @@
 """The modules of the package, and what they import: read off their syntax, and loaded by calls."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,10 @@ def module_of(file: Path) -> str:
     return dotted.removesuffix(".__init__")
 
 
-MODULES = {module_of(file): ast.parse(file.read_text(), str(file)) for file in sorted(PACKAGE.rglob("*.py"))}
+@functools.cache
+def modules() -> dict[str, ast.Module]:
+    """The syntax of each, by its name within the package."""
+    return {module_of(file): ast.parse(file.read_text(), str(file)) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
@@ -51,7 +55,7 @@ def own_imports(module: str, tree: ast.AST | None = None) -> Iterator[str]:
     """The package's own modules that one of them imports, or a part of it."""
     is_package = module == "__init__" or (PACKAGE / module.replace(".", "/")).is_dir()
     path = [] if module == "__init__" else module.split(".")
-    for level, target, names in imports(tree or MODULES[module]):
+    for level, target, names in imports(tree or modules()[module]):
         if level:
             base = path[: len(path) - level + is_package] if path else []
             yield from _resolve([*base, *target.split(".")] if target else base, names)
@@ -63,4 +67,4 @@ def _resolve(path: list[str], names: list[str]) -> Iterator[str]:
     """`from .package import name` imports the module `package.name` if there is one, else the package."""
     for name in names or [""]:
         inner = ".".join([*path, name])
-        yield inner if inner in MODULES else ".".join(path) or "__init__"
+        yield inner if inner in modules() else ".".join(path) or "__init__"

@@ -39,11 +39,8 @@ def test_the_example_is_right_where_jax_checkpoint_is_not():
 
 EVERY = [(verb, plan) for verb, plans in PLANS.items() for plan in plans]
 DAILY = {
-    ("scan", "remat='auto'"),
     ("scan", "remat='step'"),
-    ("scan", "remat=treescan.Remat('everything_saveable', segment=4), save='last'"),
     ("mask_scan", ""),
-    ("mask_scan", "chunk=1"),
     ("while_scan", ""),
 }
 

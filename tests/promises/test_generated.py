@@ -11,9 +11,7 @@ from generated.compare import Failure, Refused, check
 from generated.found import FOUND
 from generated.options import draw_program
 from generated.programs import Instruction, Leaf, Program, Seeded, Type, Value
-from generated.render import source
 from generated.shrink import shrink
-from hypothesis import HealthCheck, given, settings, strategies as st
 from thin import parametrize
 
 import treescan
@@ -24,27 +22,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 @parametrize("program", FOUND)
 def test_what_was_found_once(program):
     check(program)
-
-
-class Chosen:
-    """Choices of hypothesis."""
-
-    def __init__(self, data):
-        self.integer = lambda low, high: data.draw(st.integers(low, high))
-
-
-@pytest.mark.slow
-@settings(max_examples=15, suppress_health_check=list(HealthCheck))
-@given(st.data())
-def test_programs_by_hypothesis(data):
-    """What fails is made smaller by hypothesis, and printed."""
-    program = draw_program(Chosen(data))
-    try:
-        check(program)
-    except Refused:
-        return
-    except Failure as failure:
-        raise AssertionError(f"{source(program)}\n\nPROGRAM = {program!r}\n\n{failure}") from failure
 
 
 def numbered(number):

@@ -52,7 +52,7 @@ def test_the_other_hears_of_it_and_goes_on_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "victim"), [(2, 0), (2, 1), (4, 0), (4, 2)])
+@pytest.mark.parametrize(("count", "victim"), [(2, 0), (4, 2)])  # the first process leads
 def test_the_others_end_within_the_heartbeat(count: int, victim: int, tmp_path: Path) -> None:
     with started(PROGRAM, tmp_path, 0.2, NONE, count=count) as processes:
         kill(processes, victim)

@@ -1,6 +1,7 @@
 """`chunk_map` against the function on all entries at once, against a Python loop, and against `jax.lax.map`."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from bars import Recorder, steps_of
 from hypothesis import given, settings, strategies as st
 from loops import array
 from oracle import assert_close
-from thin import everyday
+from thin import all_pairs, everyday
 from traces import Counted, compilations
 
 import treescan
@@ -73,10 +74,10 @@ MODES = {
     "vmap": mapped,
     "grad of grad": lambda f, *args: derivative(lambda *args: derivative(f, *args)[1], *args),
 }
-CASES = [(mode, masked, n) for mode in MODES for masked in (False, True) for n in (7, 6, 2)]
+CASES = everyday(all_pairs(list(itertools.product(MODES, (False, True), (7, 6, 2)))))
 
 
-@pytest.mark.parametrize(("mode", "masked", "n"), everyday(CASES))
+@pytest.mark.parametrize(("mode", "masked", "n"), CASES)
 def test_is_the_function_on_all_entries(mode, masked, n):
     f = masked_outputs if masked else outputs
     got, expected = (
@@ -85,7 +86,7 @@ def test_is_the_function_on_all_entries(mode, masked, n):
     assert_close(got(inputs(n)), expected(inputs(n)))
 
 
-@pytest.mark.parametrize(("mode", "masked", "n"), everyday(CASES))
+@pytest.mark.parametrize(("mode", "masked", "n"), CASES)
 def test_sums(mode, masked, n):
     f, options = total if masked else total_of_all, {"in_axes": AXES["in_axes"], "reduce": "sum"}
     runs = (lambda xs: chunk_map(f, xs, 3, **options), lambda xs: by_hand(xs, 3))

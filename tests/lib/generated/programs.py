@@ -29,7 +29,7 @@ class Brief:
 
 
 class Draw(Protocol):
-    """Where choices come from: a seed, or hypothesis, which makes them smaller."""
+    """Where choices come from, for example a seed."""
 
     def integer(self, low: int, high: int) -> int:
         """Between both, inclusive."""
