@@ -118,7 +118,6 @@ case()(
     offset_too_far=lambda one: scan(step, one, XS, offset=2**31 - 1),
     offset_in_fori=lambda one: fori(0, 3, lambda i, h: h, one, offset=3),
     save_with_an_offset_between=lambda one: scan(step, one, XS, save=2, offset=3),
-    save_with_a_traced_offset=lambda one: jax.jit(lambda at: scan(step, one, XS, save=2, offset=at))(4),
     save_with_an_offset_between_rounds=lambda one: scan_layers([local, local], one, [XS, XS], save=2, offset=2),
     save_positions_with_an_offset=lambda one: scan(step, one, XS, save=np.array([1, 2]), offset=3),
     truncate_with_an_offset_in_reverse=lambda one: scan(step, one, XS, truncate=2, offset=3, reverse=True),
@@ -129,6 +128,7 @@ case()(
 )
 
 case(less=("disable_jit",))(
+    save_with_a_traced_offset=lambda one: jax.jit(lambda at: scan(step, one, XS, save=2, offset=at))(4),
     remat_budget_of_symbolic_rows=lambda one: exported(
         lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)), "8, b"
     ),

@@ -307,10 +307,9 @@ def unbroken() -> tuple[Any, Any]:
     return scan(cell, jnp.zeros(4), xs, key=jax.random.key(1))
 
 
-@pytest.mark.slow
-def test_a_run_that_is_killed_is_the_unbroken_one(tmp_path: Path) -> None:
-    kills = left = 6
-    moments = list[str]()
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_is_the_unbroken_one(kills: int, tmp_path: Path) -> None:
+    left, moments = kills, list[str]()
     random.seed(kills)
     while True:
         process = started(tmp_path)
