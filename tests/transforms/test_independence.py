@@ -218,12 +218,15 @@ def test_a_step_that_nobody_differentiates_has_no_stand_ins():
     assert selections(together) - selections(apart) == 2  # of the state and of x, before the body
 
 
-def test_a_single_row_is_apart_from_others_if_its_step_ends():
+def test_a_single_row_is_apart_from_others_if_its_padding_does_no_harm():
     def rest(h, x):
         return jnp.where(jnp.any(h > 0), h.sum(0, keepdims=True), x)
 
     def until(h, x):
         return lax.while_loop(lambda c: jnp.any(c < 1), lambda c: c + 1, jnp.abs(h)) + x
+
+    def outside(h, x):
+        return jax.pure_callback(np.sin, x, h)
 
     def proven(body, returned, rows=1):
         given = array(rows, 3, seed=1), array(rows, 3, seed=2)
@@ -233,3 +236,4 @@ def test_a_single_row_is_apart_from_others_if_its_step_ends():
     assert not proven(rest, [0], rows=2)
     assert not proven(rest, [None])
     assert not proven(until, [0])
+    assert not proven(outside, [0])
