@@ -105,9 +105,13 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
     ]
 
 
+_WITH_OPTIONS = ("_types", "_verbs.stream")
+
+
 def options_in(package: griffe.Module, name: str) -> dict[str, Any]:
     """The keys of a TypedDict, those of its bases first."""
-    kind, found = package[f"_types.{name}"], dict[str, Any]()
+    name, found = name.partition("[")[0], dict[str, Any]()  # a type for any carry and y has these in brackets
+    kind = next(package[module].members[name] for module in _WITH_OPTIONS if name in package[module].members)
     for base in map(str, kind.bases):
-        found |= {} if base == "TypedDict" else options_in(package, base)
+        found |= {} if base.partition("[")[0] in ("TypedDict", "Generic") else options_in(package, base)
     return found | {name: each.annotation for name, each in kind.members.items() if each.is_attribute}
