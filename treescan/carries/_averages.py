@@ -225,8 +225,8 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
             ValueError: if their entries have different shapes.
         """
         if other.mean.shape != self.mean.shape:
-            mine, theirs = (describe_leaf(moments.mean) for moments in (self, other))
-            raise ValueError(f"moments of {mine} and of {theirs} cannot be merged: their entries differ in shape")
+            ours, others = (describe_leaf(moments.mean) for moments in (self, other))
+            raise ValueError(f"moments of {ours} and of {others} cannot be merged: their entries differ in shape")
         count = self.count + other.count
         dtype = self.mean.dtype
         wide = widest(dtype)  # counts and their ratios: float16 ends at 65504
