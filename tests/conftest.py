@@ -28,15 +28,6 @@ QUICK = "jax_disable_most_optimizations"
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# What XLA compiled is kept beside what pytest keeps, for all workers and for the next run. JAX finds a program by all
-# that it was compiled from and for, and by the flags of XLA. Processes that tests start do not look there.
-if jax.config.jax_compilation_cache_dir is None:
-    COMPILED = pathlib.Path(__file__).parents[1] / ".pytest_cache" / "compiled"
-    COMPILED.mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", str(COMPILED))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
 # A merge is not held up by an example that nobody has seen before: there, the examples are always the same.
 settings.register_profile(
     "everyday",
