@@ -15,7 +15,7 @@ from generated.programs import Seeded
 
 import treescan
 from examples import checkpoint_of_max
-from treescan._transforms.checkpoint import compares
+from treescan._transforms.checkpoint import compares, decides
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64:UserWarning")
 
@@ -117,6 +117,22 @@ own_rule.defjvp(lambda primals, tangents: (primals[0], jnp.where(primals[0] >= 0
 @pytest.mark.parametrize(("function", "by_itself"), COMPARES.values(), ids=COMPARES)
 def test_which_steps_compare_by_themselves(function, by_itself):
     assert compares(jax.make_jaxpr(function)(np.arange(3.0, dtype=np.float32)).jaxpr) is by_itself
+
+
+RING = {
+    "of neighbours": (lambda h: jnp.maximum(h, jnp.roll(h, 1)) * 2, False),
+    "of some": (lambda h: jnp.exp(h - jnp.max(jnp.where(h[::-1] > 0, h, -1e30))), False),
+    "of products": (lambda h: jnp.maximum(2 * h, jnp.roll(h, 1)), True),
+    "of a call": (lambda h: jnp.where(jax.jit(jnp.tanh)(h) > h, h, 0), True),
+    "within a function with a rule": (lambda h: jnp.logaddexp(h, jnp.roll(h, 1)), True),
+    "no decision": (lambda h: jnp.tanh(h), False),
+}
+
+
+@pytest.mark.parametrize("name", RING)
+def test_only_what_a_step_rounds_itself_may_be_rounded_in_two_ways(name):
+    body, decided = RING[name]
+    assert decides(jax.make_jaxpr(body)(np.arange(3.0, dtype=np.float32)).jaxpr) is decided
 
 
 @pytest.mark.parametrize("plan", ["remat='nested', save='last'", "remat=treescan.Remat('dots_saveable', segment=4)"])

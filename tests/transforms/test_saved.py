@@ -189,6 +189,13 @@ def test_steps_are_saved_unless_products_pay_or_chunks_are_asked_for(body, optio
     assert bool(found) is saved
 
 
+@pytest.mark.parametrize(("rows", "width", "saved"), [(1, 16, True), (3, 16, True), (4, 16, False), (1, 32, False)])
+def test_products_of_few_rows_with_weights_that_a_cache_holds_do_not_pay(rows, width, saved):
+    program, args = gradient_program(masked, wide, rows=rows, width=width)
+    found = list(equations(jax.make_jaxpr(program)(*args).jaxpr, "custom_linear_solve"))
+    assert bool(found) is saved
+
+
 @pytest.mark.parametrize("body", [attention, recurrent, row_by_row])
 def test_an_exported_gradient_of_any_number_of_rows(body):
     (rows,) = jax.export.symbolic_shape("rows")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import Program
+from jaxprs import equations
 from loops import array
 from oracle import as_numpy, assert_close
 from thin import all_pairs, everyday, slow
@@ -425,3 +426,15 @@ def test_rows_that_are_independent_are_shown_what_they_keep():
     given = jnp.arange(8.0), jnp.ones((8, 33))
     apart, mixed = (selections(functools.partial(run, mix), *given, shape="f32[8,33]") for mix in (False, True))
     assert (apart, mixed) == (1, 3)
+
+
+def test_a_cache_that_all_rows_share_is_not_copied_for_a_body_that_decides():
+    def body(carry, _):
+        left, cache = carry
+        chosen = jnp.argmax(2 * cache[:, :4], -1)
+        return (left - 1, cache.at[0, 0].add(1.0)), chosen
+
+    init, axes = (jnp.arange(4), jnp.ones((4, 8))), (0, None)
+    jaxpr = jax.make_jaxpr(lambda *init: while_scan(lambda c: c[0] > 0, body, init, max_length=9, carry_axes=axes))
+    copies = [each for each in equations(jaxpr(*init).jaxpr, "gather") if each.outvars[0].aval.shape == (4, 8)]
+    assert not copies

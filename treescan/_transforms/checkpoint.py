@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
 from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Step
-from .._trace.equations import jaxprs_within
+from .._trace.equations import called, jaxprs_within
 from .._trace.hoist import Hoisted, is_rewriting, smooth_part
 from .._types import Remat
 from .refuse import refuse_symbolic
@@ -26,6 +26,15 @@ _ORDER = frozenset({"ge", "gt", "le", "lt"})
 _COMPARE = _ORDER | {"argmax", "argmin", "eq", "is_finite", "ne"}
 _JUMP = frozenset({"ceil", "floor", "round", "sign"})
 _CHOOSE = frozenset({"argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"})
+# fmt: off
+_MOVES = _COMPARE | _CHOOSE | frozenset(
+    {
+        "and", "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "gather", "iota", "neg", "not", "or", "pad",
+        "reshape", "rev", "select_n", "slice", "split", "squeeze", "stop_gradient", "transpose",
+    }
+)
+# fmt: on
+"""Primitives that round nothing: what they return, they were given, or it is a bool or a number of a place."""
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
 
@@ -101,6 +110,40 @@ def _compares(equation: Any) -> bool:
 def _is_relu(jaxpr: Any) -> bool:
     """Whether a function with a derivative rule is `jax.nn.relu`, whose rule compares with 0 alone."""
     return len(jaxpr.eqns) == 1 and jaxpr.eqns[0].params.get("name") == "relu"
+
+
+def decides(jaxpr: Any) -> bool:
+    """Whether an open jaxpr compares or chooses among floating-point numbers that it has rounded itself.
+
+    What it was given, and only moved, has the same bits in each place that reads it.
+    """
+    return _rounded(jaxpr, [False] * len(jaxpr.invars)) is None
+
+
+def _rounded(jaxpr: Any, given: list[bool]) -> list[bool] | None:
+    """For each output of an open jaxpr whether it is rounded there, if such inputs are. None: it decides on these."""
+    found = {var for var, flag in zip(jaxpr.invars, given, strict=True) if flag}
+    for equation in jaxpr.eqns:
+        flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
+        inner = called(equation) if equation.primitive.name == "jit" else None
+        if inner is not None:
+            flags = _rounded(inner[0], flags)
+            if flags is None:
+                return None
+        else:
+            rounded = any(flags) or not _moves(equation)
+            if rounded and (_compares(equation) or _chooses(equation)):
+                return None
+            flags = [rounded] * len(equation.outvars)
+        found.update(var for var, flag in zip(equation.outvars, flags, strict=True) if flag)
+    return [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
+
+
+def _moves(equation: Any) -> bool:
+    """Whether an equation rounds nothing."""
+    if equation.primitive.name == "convert_element_type":  # to the same type, which is no longer weak
+        return bool(equation.params["new_dtype"] == equation.invars[0].aval.dtype)
+    return equation.primitive.name in _MOVES
 
 
 def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:

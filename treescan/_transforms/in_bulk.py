@@ -22,7 +22,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from .._avals import Array, PyTree, bytes_of, is_sharded, place_like, varying_axes
+from .._avals import Array, PyTree, bytes_of, elements, is_sharded, place_like, varying_axes
 from .._cpu.rows import as_one_matrix, is_computed_by_each_reader, written
 from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Memo, Step
@@ -489,12 +489,19 @@ def bytes_of_products(loop: Loop) -> int:
 PAYS = 8
 """How many times the operations of its other equations the products of a step must take, to be worth a chunk's rule."""
 
+ROWS = 4
+"""How many rows a product must have to pay: with fewer, a step adds to the gradient of its weights as fast."""
+
+CACHED = 2**14
+"""Elements of weights from which on their products pay with any number of rows: no inner cache holds the gradient."""
+
 
 def products_pay(loop: Loop) -> bool:
     """Whether a chunk of a loop takes less time if it computes the products of its steps at once.
 
-    It does so if the products with weights are most of a step. All else takes more time in a chunk than step by step,
-    and a step that chooses among values would save all that it computes. The step of the loop closes over nothing.
+    It does so if the products with weights are most of a step, and have enough rows. All else takes more time in a
+    chunk than step by step, and a step that chooses among values would save all that it computes. The step of the loop
+    closes over nothing.
     """
     split = None if loop.trace.branches or chooses(loop.trace.jaxpr) else _split_of(loop)
     if split is None:
@@ -502,9 +509,17 @@ def products_pay(loop: Loop) -> bool:
     early, rest = split.derivative.early, split.derivative.rest
     products = [rest.eqns[each.equation] for each in split.deferred]
     products += [equation for equation in early.eqns if equation.primitive.name in PRODUCTS]
-    of_products = count_operations(rest.replace(eqns=products), transcendental=1)
+    paying = [product for product in products if _has_rows(rest.replace(eqns=[product]))]
+    of_products = count_operations(rest.replace(eqns=paying), transcendental=1)
     of_all = sum(count_operations(jaxpr, transcendental=1) for jaxpr in (early, rest))
     return of_products >= PAYS * (of_all - of_products)
+
+
+def _has_rows(product: Any) -> bool:
+    """Whether a product, a jaxpr of one equation, has enough rows: each reads the larger operand once."""
+    operands = [atom.aval for atom in product.eqns[0].invars]
+    larger, symbolic = max(map(elements, operands)), any(not isinstance(n, int) for a in operands for n in a.shape)
+    return symbolic or larger >= CACHED or count_operations(product) >= 2 * ROWS * larger
 
 
 def at_once(step: Step, looped: bool) -> Step:

@@ -37,8 +37,8 @@ LARGE = 2**24
 at once. Then a fraction of the memory does. A smaller loop, most of which a cache holds, takes up to 1.3 times as long.
 """
 
-CHEAP = 4
-"""Of a large loop, a step of so few operations for each byte that it saves is computed again sooner than read."""
+CHEAP, HUGE = 4, 2**26
+"""Where steps save so many bytes, one of so few operations for each of them is computed again sooner than read."""
 
 LEAST_STEPS = 32
 """Shorter loops are not changed."""
@@ -47,21 +47,21 @@ LEAST_CHUNKS, CHUNK = 16, 32
 """A loop has at least so many chunks if they have fewer than so many steps: each chunk takes time and memory."""
 
 
-def is_large(hoisted: Hoisted) -> bool:
+def is_large(hoisted: Hoisted, least: int = LARGE) -> bool:
     """Whether the steps of a loop save so much that chunks are better recomputed. A trace of the step tells."""
     length = hoisted.loop.length
-    return not isinstance(length, int) or length * count_saved_bytes(hoisted.jaxpr, hoisted.varying) >= LARGE
+    return not isinstance(length, int) or length * count_saved_bytes(hoisted.jaxpr, hoisted.varying) >= least
 
 
 def is_cheap(hoisted: Hoisted) -> bool:
-    """Whether a step is computed sooner than what it saves is written and read, if that is in no cache."""
+    """Whether a step is computed sooner than what it saves is written and read: that is in no cache."""
     saved = count_saved_bytes(hoisted.jaxpr, hoisted.varying)
-    return count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
+    return is_large(hoisted, HUGE) and count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
 
 
 def saves_steps(loop: Loop) -> bool:
     """Whether the gradient of a traced loop had better save each step: no product pays, and nothing to recompute."""
-    return not (products_pay(loop) or (is_large(loop.trace) and is_cheap(loop.trace)))
+    return not (products_pay(loop) or is_cheap(loop.trace))
 
 
 def _least_segment(length: int) -> int:
@@ -137,8 +137,8 @@ def fastest(hoisted: Hoisted) -> Remat | Auto | None:
     length = hoisted.loop.length
     if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
         return None
-    pays, large = products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted))), is_large(hoisted)
-    if large and (pays or is_cheap(hoisted)):
+    pays = products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    if (pays and is_large(hoisted)) or is_cheap(hoisted):
         return Remat(_WHOLE, levels=2, segment=_least_segment(length))
     return AUTO if pays else None
 

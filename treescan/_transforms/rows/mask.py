@@ -23,7 +23,7 @@ from ..._avals import Array, LeafAxes, PyTree
 from ..._cpu.rows import gather_rows, in_one_place, written
 from ..._loop.loop import Feed, Loop, Step, is_untraced, within
 from ..._tree import Prefix, map_leaves
-from ..checkpoint import chooses, compares
+from ..checkpoint import decides
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .leaves import (
@@ -172,8 +172,8 @@ class Masked:
         fill: a prefix of y: what it is on padded steps.
         stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
         branches: whether the step runs in a branch that is only taken where some row is valid.
-        decides: whether the body compares values, or chooses among them: what is selected for it is `written` first, so
-            that XLA compiles the body as it would without the mask.
+        decides: whether the body compares what it computes, or chooses among it: what is selected for it is `written`
+            first, so that XLA compiles the body as it would without the mask.
         masks: whether some row may not take the step. Otherwise this is the inner step alone.
     """
 
@@ -213,7 +213,11 @@ class Masked:
         shown = show(mask, leaves, good, axes)
         if not self.decides:
             return shown
-        return [new if new is leaf else written(new) for leaf, new in zip(leaves, shown, strict=True)]
+        # In a branch that is taken where some row is valid, what all rows share is shown as it is: not to be copied.
+        whole = [
+            new is leaf or (axis is None and self.branches) for leaf, new, axis in zip(leaves, shown, axes, strict=True)
+        ]
+        return [new if same else written(new) for new, same in zip(shown, whole, strict=True)]
 
     def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
         axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
@@ -312,9 +316,8 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
         loop = loop.having(consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
-    jaxpr = None if is_untraced(loop) or loop.trace is None else loop.trace.jaxpr
-    decides = jaxpr is not None and (compares(jaxpr) or chooses(jaxpr))
-    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decides)
+    decided = not is_untraced(loop) and loop.trace is not None and decides(loop.trace.jaxpr)
+    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decided)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = loop.having(step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
