@@ -125,6 +125,28 @@ def test_every_derivative_is_that_of_a_mask_by_hand(name, steps, reverse, kind):
     assert_alike(ours, theirs, 2e-3 if "over" in kind else 2e-4)
 
 
+@jax.custom_jvp
+def with_tangent_of(value, surrogate):
+    return value
+
+
+@with_tangent_of.defjvp
+def _surrogate(primals, tangents):
+    return primals[0], tangents[1]
+
+
+def forced(params, carry, x):
+    """The next carry is given, and its gradient is that of the prediction."""
+    return with_tangent_of(x, jnp.tanh(carry @ params["w"])), carry
+
+
+def test_a_value_that_a_rule_ignores_may_have_a_gradient():
+    args, lengths = given(forced, 37)
+    ours, theirs = (jax.grad(total(run, forced, lengths))(*args) for run in (masked, by_hand))
+    assert_alike(ours, theirs)
+    assert float(jnp.abs(ours["w"]).max()) > 0.1
+
+
 @pytest.mark.parametrize("name", ["wave", "average"])
 def test_only_the_last_output_of_each_row_is_kept(name):
     args, lengths = given(BODIES[name], 37)

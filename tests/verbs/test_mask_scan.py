@@ -115,6 +115,24 @@ def test_leaves_given_whole_keep_their_place_and_their_rows():
     np.testing.assert_allclose(grad, [4.5, 0.0], rtol=1e-6)  # the row without steps has log(0) in its place
 
 
+def test_leaves_given_whole_are_those_of_the_row_that_stands_in():
+    """Beside a leaf that all rows share, padding is shown another row: the root of its own limit less that is NaN."""
+    limits, xs, lengths = jnp.array([9.0, 1.5]), jnp.ones((4, 2)), jnp.array([4, 1])
+
+    def body(carry, given):
+        (h, steps), (x, limit) = carry, given
+        return (h + x, steps + 1), jnp.sqrt(limit - h - x)
+
+    def total(limits):
+        axes = {"in_axes": (0, None), "x_axes": (0, 0), "carry_axes": (0, None)}
+        return jnp.sum(treescan.mask_scan(body, (jnp.zeros(2), 0), (xs, limits), lengths=lengths, **axes)[1])
+
+    value, grad = jax.value_and_grad(total)(limits)
+    roots = np.sqrt([8, 7, 6, 5])
+    np.testing.assert_allclose(value, roots.sum() + np.sqrt(0.5), rtol=1e-6)
+    np.testing.assert_allclose(grad, [(0.5 / roots).sum(), 0.5 / np.sqrt(0.5)], rtol=1e-6)
+
+
 @pytest.mark.parametrize("carry_axes", [0, None])
 def test_a_batch_without_rows(carry_axes):
     def body(c, x):

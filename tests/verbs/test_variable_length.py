@@ -65,6 +65,20 @@ def test_traced_lengths_out_of_range_are_clamped():
         assert_bitwise(fold(jnp.array(out)), fold(jnp.array(within)))
 
 
+def test_traced_lengths_that_int32_does_not_hold_are_clamped():
+    xs = jnp.arange(2.0 * T).reshape(T, 2)
+
+    def run(lengths, **options):
+        scan = functools.partial(treescan.mask_scan, lambda c, x: (c + x, c), 0 * xs[0], xs, chunk=2, **options)
+        return jax.jit(lambda lengths: scan(lengths=lengths))(lengths)
+
+    for x64, dtype in ((False, np.uint32), (True, np.int64), (True, np.uint64)):
+        with jax.enable_x64(x64):
+            most = np.iinfo(dtype).max
+            for options in ({}, {"offset": 0}):
+                assert_bitwise(run(np.array([most, 3], dtype), **options), run(np.array([T, 3]), **options))
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_short_loops(steps):
     def cell(h, x):

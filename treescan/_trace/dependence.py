@@ -18,6 +18,9 @@ from .hoist import Hoisted, zeros_like
 
 Flags = list[bool]
 
+_WITH_TANGENTS = frozenset({"custom_jvp_call"})
+"""Calls whose results may have the tangents of inputs that their values ignore, as a surrogate's gradient does."""
+
 
 def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
     """The variables of an open jaxpr that depend on the flagged ones of its inputs."""
@@ -39,7 +42,7 @@ def _of_equation(equation: Any, given: Flags) -> Flags:
         if rule is not None:
             return rule(equation, given)
         inner = called(equation)
-        if inner is not None:
+        if inner is not None and equation.primitive.name not in _WITH_TANGENTS:
             return _outputs(inner[0], given)
     except (AttributeError, KeyError, ValueError):  # a release of JAX in which it looks otherwise
         pass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -67,12 +68,19 @@ def batch_of(flags: RowFlags, time_axis: int) -> tuple[int, ...]:
 
 def _lengths_of_part(lengths: Any, steps: int, offset: Any) -> Array:
     """int[*batch]: how many steps of each row are in the part that begins at `offset`; None: it is the whole."""
+    lengths = jnp.asarray(check_lengths(lengths, steps, is_part=offset is not None))
     if offset is None:
-        return jnp.asarray(check_lengths(lengths, steps))
-    lengths = jnp.asarray(check_lengths(lengths, steps, is_part=True))
-    lengths = lengths if lengths.dtype.itemsize > 4 else lengths.astype(jnp.int32)  # others would wrap
-    left = jnp.maximum(lengths - offset, 0)
+        return _narrowed(lengths) if isinstance(lengths, Tracer) else lengths
+    left = jnp.maximum(_narrowed(lengths).astype(jnp.int32) - offset, 0)
     return jnp.minimum(left, steps) if isinstance(steps, int) else left
+
+
+def _narrowed(lengths: Array) -> Array:
+    """Lengths of a type that int32 holds: larger ones would wrap in a cast. There are never so many steps."""
+    if jnp.iinfo(lengths.dtype).max < 2**31:
+        return lengths
+    least, most = (np.array(limit, lengths.dtype) for limit in (0, 2**31 - 1))
+    return jax.lax.clamp(least, lengths, most).astype(jnp.int32)
 
 
 def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False) -> Any:

@@ -51,12 +51,12 @@ class GoodPair(NamedTuple):
 
     Attributes:
         state: leaves of the state.
-        fixed: of the leaves that no step changes, None for one that is shown as it is.
+        consts: of the leaves of the consts, None for one that is shown as it is; empty: all of them are.
         x: leaves of one step's x, None for one that is shown as it is.
     """
 
     state: list[Array]
-    fixed: list[Array | None]
+    consts: list[Array | None]
     x: list[Any]
 
 
@@ -129,7 +129,7 @@ def _own_or_first(have: Array) -> Array:
 
 def earliest_pair(
     state: list[Array],
-    fixed: list[Array | None],
+    consts: list[Array | None],
     xs: list[Array],
     valid: Array,
     axes: tuple[LeafAxes, LeafAxes, LeafAxes],
@@ -138,9 +138,9 @@ def earliest_pair(
 ) -> GoodPair:
     """The first valid pair of the row that begins first, with the leaves that all rows share as they were then.
 
-    `axes` says where the batch shape starts in the state, in unchanged leaves and in one step's x.
+    `axes` says where the batch shape starts in the state, in the consts and in one step's x.
     """
-    carry_axes, fixed_axes, x_axes = axes
+    carry_axes, const_axes, x_axes = axes
     batch, length = valid.shape[1:], valid.shape[0]
     have, first = first_valid(valid, reverse=reverse)
     order = length - 1 - first if reverse else first
@@ -151,7 +151,7 @@ def earliest_pair(
     def row(leaf: Array, axis: int | None) -> Array:
         return leaf if axis is None else take_row(leaf, lender, axis, batch)
 
-    lasting = [None if leaf is None else row(leaf, axis) for leaf, axis in zip(fixed, fixed_axes, strict=True)]
+    lasting = [None if leaf is None else row(leaf, axis) for leaf, axis in zip(consts, const_axes, strict=True)]
     x = [at_step(leaf, step) for leaf in xs]
     return GoodPair(list(map(row, state, carry_axes)), lasting, list(map(row, x, x_axes)))
 
@@ -160,13 +160,13 @@ def earliest_pair(
 class Masked:
     """The step that shows padded rows a good pair and keeps their state, a list of leaves.
 
-    Its consts are (GoodPair, (unchanged leaves, inner consts)). Unchanged leaves are shown too where the good pair has
-    something for them: where other leaves are shared by all rows, one row stands in for another in everything.
+    Its consts are (GoodPair, (unchanged leaves, inner consts)). These are shown too where the good pair has something
+    for them: where other leaves are shared by all rows, one row stands in for another in everything.
 
     Attributes:
         step: the inner step, as `hoist` makes it.
         carry_axes: for each leaf of the state, the axis where the batch shape starts; None: shared by all rows.
-        fixed_axes: the same for each unchanged leaf.
+        const_axes: the same for each leaf of the consts.
         x_axes: the same for each leaf of one step's x.
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
@@ -179,7 +179,7 @@ class Masked:
 
     step: Step
     carry_axes: LeafAxes
-    fixed_axes: LeafAxes
+    const_axes: LeafAxes
     x_axes: LeafAxes
     y_axes: Prefix
     fill: Prefix
@@ -189,19 +189,22 @@ class Masked:
     masks: bool = True
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        good, (fixed, inner) = consts
+        good, consts = consts
         if not self.masks:
-            return self.step((fixed, inner), state, feed)
+            return self.step(consts, state, feed)
         valid = feed.valid
         mask = RowMask(valid, (lambda valid: unless_alone(any_of(valid))) if self.branches else any_of)
-        shown, shown_fixed = state, fixed
+        shown = state
         if self.stands_in:
             x, x_tree = jax.tree.flatten(feed.x)
             shown = self._show(mask, state, good.state, self.carry_axes)
-            shown_fixed = self._show(mask, fixed, good.fixed, self.fixed_axes)
+            if good.consts:
+                leaves, structure = jax.tree.flatten(consts)
+                leaves = self._show(mask, leaves, good.consts, self.const_axes)
+                consts = jax.tree.unflatten(structure, leaves)
             shown_x = self._show(mask, x, good.x, self.x_axes)
             feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
-        returned, y = self.step((shown_fixed, inner), shown, feed)
+        returned, y = self.step(consts, shown, feed)
         kept = [
             old if new is seen else mask.select(new, old, axis)
             for old, seen, new, axis in zip(state, shown, returned, self.carry_axes, strict=True)
@@ -315,17 +318,15 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     fixed, inner = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
         loop = loop.having(consts=(lend_rows(fixed, fixed_axes, valid), inner))
-    good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
+    good, consts = _good_pair(loop, axes, lengths, share=share)
     decided = not is_untraced(loop) and loop.trace is not None and decides(loop.trace.jaxpr)
-    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decided)
+    step = Masked(loop.step, axes.state, axes.consts, axes.x, loop.rows.y_axes, fill, decides=decided)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = loop.having(step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
 
 
-def _good_pair(
-    loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, lengths: Array | None, *, share: bool
-) -> tuple[GoodPair, PyTree]:
+def _good_pair(loop: Loop, axes: RowAxes, lengths: Array | None, *, share: bool) -> tuple[GoodPair, PyTree]:
     """The pair for padded rows, and the consts; both from another element of a vmap for one that has nothing valid.
 
     They are under stop_gradient. Otherwise each would have a cotangent accumulator, and could let NaN in.
@@ -336,15 +337,15 @@ def _good_pair(
     xs = jax.tree.leaves(loop.xs.x)
     if 0 in valid.shape:  # no step or no row: there is no pair, and none is needed
         first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
-        return GoodPair(jax.lax.stop_gradient(loop.state), [None] * len(unchanged), first), loop.consts
+        return GoodPair(jax.lax.stop_gradient(loop.state), [], first), loop.consts
     if share:
-        state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, xs))
-        lasting = [None if axis is None else leaf for leaf, axis in zip(fixed, fixed_axes, strict=True)]
-        good = earliest_pair(state, lasting, xs, valid, (axes.state, fixed_axes, axes.x), reverse=loop.reverse)
+        pairs = zip(jax.tree.leaves(loop.consts), axes.consts, strict=True)
+        lasting = [None if axis is None else leaf for leaf, axis in pairs]
+        state, lasting, xs = jax.lax.stop_gradient((loop.state, lasting, xs))
+        good = earliest_pair(state, lasting, xs, valid, (axes.state, axes.consts, axes.x), reverse=loop.reverse)
         have = any_of(valid)
     else:
         good, have = _own_pairs(loop, xs, lengths, (axes.state, axes.x))
-        good = good._replace(fixed=[None] * len(unchanged))
     consts = unchanged, inner
     (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
     unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
