@@ -94,7 +94,7 @@ def test_steps_that_come_out_otherwise_the_second_time_are_not_explained(again: 
 
     run = lambda xs: treescan.fold(step, jnp.float32(1), xs, check_finite=True)  # noqa: E731
     text, record = named(lambda: (jax.jit(run) if jitted else run)(jnp.arange(3.0)))
-    assert "`h` became NaN or infinite in step 1 of 3. Run once more, the steps came out otherwise" in text
+    assert "`h` became NaN or infinite in step 1 of 3. Running the steps once more did not repeat it" in text
     assert (record.kind, record.operation, record.rows) == (None, None, ())
 
 

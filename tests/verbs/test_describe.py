@@ -16,6 +16,7 @@ import pytest
 from describe_cases import FAULTS, cache_of_rows, until
 from hlo import Program
 from jax.sharding import AxisType, PartitionSpec
+from jaxprs import equations
 from plots import Axes
 from thin import parametrize
 from widths import too_wide
@@ -197,7 +198,7 @@ def test_loops_count_all_their_steps_and_branches_as_the_dearest():
 
 REASONS = {
     "`remat` recomputes each of them": {"remat": "step"},
-    "`save` keeps some outputs": {"save": 10},
+    "`save` keeps outputs within a chunk": {"save": 10},
     "`chunk=0`": {"chunk": 0},
 }
 
@@ -216,6 +217,25 @@ def test_why_products_are_not_taken_together(reason):
         found = describe(treescan.mask_scan, cell, INIT, XS["a"], lengths=lengths, **REASONS.get(reason, {}))
     assert [finding.code for finding in found.findings] == ["TS008"]
     assert reason in found.findings[0].says
+
+
+@pytest.mark.parametrize("save", ["last", 11, 100, None])
+def test_products_are_taken_together_where_outputs_are_kept_at_most_once_per_chunk(save):
+    w, lengths = jnp.ones((64, 64)), np.full(8, 900)
+
+    def cell(h, x):
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    for verb, options in ((treescan.mask_scan, {"lengths": lengths}), (treescan.scan, {"remat": "auto"})):
+        assert not describe(verb, cell, INIT, XS["a"], save=save, **options).findings
+
+        def loss(w, verb=verb, options=options):
+            last, ys = verb(lambda h, x: (jnp.tanh(h @ w + x),) * 2, INIT, XS["a"], save=save, **options)
+            return last.sum() + sum(y.sum() for y in jax.tree.leaves(ys))
+
+        products = equations(jax.make_jaxpr(jax.grad(loss))(w).jaxpr, "dot_general")
+        assert any(each.invars[0].aval.shape[0] > len(lengths) for each in products)  # of the steps of a chunk
 
 
 # What is shown

@@ -10,6 +10,7 @@ import jax
 
 from .._avals import bytes_of, describe_leaf, is_sharded, is_weak
 from .._errors import ArgumentError, Fault, TreescanError, describe_body
+from .._loop.chunk import chunk_size
 from .._trace.blame import place_of
 from .._trace.cost import count_operations
 from .._trace.dependence import dependent, readers, unread_outputs, written_in_place
@@ -17,7 +18,7 @@ from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_rewriting, is_smooth
 from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
-from .._transforms.outputs import KeepOutputs
+from .._transforms.outputs import ALL, LAST, KeepOutputs
 from .._transforms.prefetch import Prefetch
 from .._transforms.products import ELEMENTWISE
 from .._transforms.program import Call, Program, Taken
@@ -249,9 +250,9 @@ def _why_separate(case: Case, body: TracedBody) -> tuple[str, str] | None:
             'Use `Remat("everything_saveable", levels=2)`, or leave `remat` out, if there is enough memory.',
         ),
         (
-            save is not None and any(keep not in (1, None) for keep in save.leaves),
-            "`save` keeps some outputs",
-            "Keep all of them, if there is enough memory.",
+            save is not None and any(_cuts_chunks(case, keep) for keep in save.leaves),
+            "`save` keeps outputs within a chunk",
+            "Keep all of them, if there is enough memory, or fewer.",
         ),
         (
             any(is_sharded(leaf.value) for leaf in (*body.x, *body.carry) if spec_of(leaf.value)),
@@ -260,6 +261,13 @@ def _why_separate(case: Case, body: TracedBody) -> tuple[str, str] | None:
         ),
     ]
     return next(((why, cure) for holds, why, cure in reasons if holds), None)
+
+
+def _cuts_chunks(case: Case, keep: int | None) -> bool:
+    """Whether an output is kept so often that the loop is cut there, into parts too short for one product each."""
+    skip, length = case.transform(Skip), case.calls[0].length
+    size = (None if skip is None else skip.chunk) or chunk_size(length)
+    return keep not in (ALL, None) and (case.ends_early or (keep != LAST and 2 * keep <= size))
 
 
 def short_loop(case: Case) -> Iterator[Said]:

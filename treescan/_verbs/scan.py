@@ -141,11 +141,10 @@ def scan(
             the last one first, compute what one loop computes. `save="last"` and the bar of `progress` are those of the
             part. `save=k` needs an int that is a multiple of k, and `truncate` cannot be combined with `reverse`.
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
-            the fastest: the products of a chunk are computed at once if they are most of a step, and nothing changes
-            otherwise. "step": each step; of each step, only the carry is
-            saved. "nested": chunks of about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are
-            saved, and each step is evaluated three times, the forward pass included. A `treescan.Remat` sets what a
-            step saves, the number of levels, a budget in bytes, or another memory for carries.
+            the fastest, which may be nothing. "step": each step, of which only the carry is saved. "nested": chunks of
+            about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are saved, and each step is
+            evaluated three times, the forward pass included. A `treescan.Remat` sets what a step saves, the number of
+            levels, a budget in bytes, or another memory for carries.
         save: which ys to keep (a prefix tree of y). "all" keeps every y. "last" keeps the y of the last step that runs,
             without an axis of steps; it is 0 if there is no step. A number k keeps every k-th y, at the positions k-1,
             2k-1 and so on, also in reverse. A `range` or a NumPy array, `np.array([4, 9, 99])`, keeps y at these

@@ -65,8 +65,8 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
 
         Args:
             returned: what the body returned in this place.
-            valid: in `mask_scan`, the rows that are data in this step, bool[*batch]; elsewhere None. Leaves with rows
-                can ignore it, because the values of invalid rows are not kept. Leaves that all rows share must leave
+            valid: in a loop with rows, those that take this step, bool[*batch]; elsewhere None. Leaves with rows can
+                ignore it, because the values of invalid rows are not kept. Leaves that all rows share must leave
                 out the values of invalid rows. The number of valid rows may be 0, so do not divide by it.
         """
 

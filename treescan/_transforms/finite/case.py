@@ -114,7 +114,7 @@ class NonFinite:
         if self.backward and self.source == OF_RESULT:
             return f"; it was so before that {self.unit}, from {OF_RESULT}"
         if self.kind is None:
-            return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
+            return ". Running the steps once more did not repeat it: rounding may decide, or a callback"
         if self.one_of:
             return f", which comes from one of {_listed(self.one_of)}"
         if self.source is not None:
