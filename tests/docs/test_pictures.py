@@ -180,23 +180,6 @@ def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
     assert f">{run} {'are' if compact and picture == 'padding' else of_all}" in (after if compact else before)
 
 
-def test_rows_move_from_their_places() -> None:
-    svg = ET.fromstring((ROOT / "docs" / "pictures" / "compact.svg").read_text())
-    row, space = draw_padding.ROW, "{http://www.w3.org/2000/svg}"
-    groups = [group for group in svg.iter(f"{space}g") if group.get("class") == "moves"]
-    assert len(groups) == 2 * len(draw_padding.LENGTHS) * draw_padding.STEPS // draw_padding.CHUNK
-    moved = 0
-    for number, group in enumerate(groups):
-        (by,) = re.findall(r"--by:(-?[\d.]+)", group.get("style", ""))
-        name = group.find(f"{space}text")
-        place = number % len(draw_padding.LENGTHS)
-        if name is not None:
-            assert int(name.text or "") - place == float(by) / row
-        moved += float(by) != 0
-    orders = [order for _, order in draw_padding.tiers_and_orders()]
-    assert moved == sum(row != place for order in orders for place, row in enumerate(order)) > 0
-
-
 def test_the_pictures_of_tutorials_show_what_is_so() -> None:
     visited = draw_tutorials.iterates()
     assert visited[-1] == pytest.approx(2**0.5, rel=1e-6)

@@ -50,14 +50,6 @@ def test_the_steps_of_a_scan_are_multiples_of_its_chunks(length, updates, revers
     assert steps_of(run) == (length, told)
 
 
-def test_a_label_is_given_or_that_of_the_body():
-    for given, label in (("train", "train"), (None, "step")):
-        bars(lambda given=given: treescan.scan(step, init(), XS, progress=Progress(given, meter=Recorder())))
-        assert LOG[0][2] == label
-    bars(lambda: treescan.fold(lambda c, x: c + x, H, XS, progress=Progress(meter=Recorder())))
-    assert LOG[0][2] == "fold"
-
-
 def test_static_leaves_and_custom_carries_are_shown_as_the_body_sees_them():
     def average(carry, x):
         return {**carry, "ema": carry["act"](x)}, None

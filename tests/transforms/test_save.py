@@ -159,54 +159,6 @@ def test_a_block_without_a_layer():
 AT = np.array([0, 3, 4, 9])
 
 
-def picked(function, save, *given):
-    """The last carry, and of ys the given positions."""
-    carry, ys = function(*given)
-    return carry, jax.tree.map(lambda y: y[save], ys)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reverse": True},
-        *slow(
-            ({"truncate": 3},),
-            ({"check_finite": True},),
-            ({"unroll": 3},),
-            ({"key": jax.random.key(0)},),
-            ({"progress": "x"},),
-        ),
-    ],
-    ids=str,
-)
-def test_positions_are_indices_of_all(options):
-    def step(carry, x, key=None):
-        return body(carry, x)
-
-    def run(save, *given):
-        return treescan.scan(step, *given, save=save, **options)
-
-    ours, plainly = functools.partial(run, AT), functools.partial(picked, functools.partial(run, "all"), AT)
-    assert_same(ours, plainly, *arguments(11))
-
-
-def test_positions_of_other_verbs():
-    init, xs = arguments(11)
-
-    def layer(x, h):
-        return body(h, x)
-
-    def cond(carry):
-        return jnp.sum(carry["h"]) > -0.4
-
-    for verb in (
-        lambda save: treescan.scan_layers(lambda x, h: layer(x, h), init, xs, save=save),
-        lambda save: treescan.while_scan(cond, body, init, xs, save=save)[:2],
-        lambda save: (0, treescan.accumulate(lambda c, x: body(c, x)[0], init, xs, save=save)),
-    ):
-        assert_close(verb(AT), picked(verb, AT, "all"))
-
-
 def test_positions_of_keys_and_in_vmap():
     def draw(key, x):
         key, now = jax.random.split(key)

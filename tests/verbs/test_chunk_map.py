@@ -181,14 +181,6 @@ def test_numbers_and_nothing():
     assert chunk_map(lambda x: None, jnp.ones(5), 2) is None
 
 
-def test_like_lax_map():
-    def each(x):
-        return jnp.sin(x) @ x
-
-    xs = array(11, 3)
-    assert_close(chunk_map(jax.vmap(each), xs, 4), jax.lax.map(each, xs, batch_size=4))
-
-
 @pytest.mark.parametrize(
     ("n", "size", "masked", "traces"), [(6, 3, False, 1), (7, 3, False, 2), (7, 3, True, 1), (2, 3, False, 1)]
 )
@@ -258,15 +250,3 @@ def test_memory_of_a_vocabulary():
 def test_memory_of_a_remainder():
     """Its logits are alive at most beside those of one chunk. To cut the hidden states in two copies them."""
     assert of_gradient(in_chunks, size=600) < 2.1 * LOGITS * (600 + 400) / 4000 + WEIGHTS + 2.4 * HIDDEN
-
-
-def test_values_of_a_vocabulary():
-    h, w = array(100, 8, seed=1), array(8, 20, seed=2)
-    targets = jnp.asarray(np.random.default_rng(3).integers(0, 20, 100), jnp.int32)
-    expected = jax.value_and_grad(cross_entropy, (0, 2))(h, targets, w)
-    for f in (functools.partial(in_chunks, size=30), functools.partial(by_lax_map, size=25)):
-        assert_close(jax.jit(jax.value_and_grad(f, (0, 2)))(h, targets, w), expected)
-    loss, dw = jax.jit(
-        lambda h: chunk_map(lambda x: jax.value_and_grad(cross_entropy, 2)(*x, w), (h, targets), 30, reduce="sum")
-    )(h)
-    assert_close((loss, dw), (expected[0], expected[1][1]))
