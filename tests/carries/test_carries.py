@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, EVERY_DAY, FORWARD, assert_close, group_of, losses, run, with_gradients
+from built_in_carries import CASES, EVERY_DAY, FORWARD, group_of, losses, run, with_gradients
 from hypothesis import given, settings
 from loops import array, disable_jit, eager
+from oracle import assert_close
 from thin import parametrize
 
 import treescan

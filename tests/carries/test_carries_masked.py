@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, EVERY_DAY, NAMES, assert_close, group_of, run, run_rows, with_gradients
+from built_in_carries import CASES, EVERY_DAY, NAMES, group_of, run, run_rows, with_gradients
 from hypothesis import given, settings
 from loops import array
+from oracle import assert_close
 from thin import parametrize
 
 import treescan

@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from built_in_carries import assert_close
 from by_hand import masked_by_hand
 from hlo import Program
 from loops import array
-from oracle import compiled
+from oracle import assert_close, compiled
 from thin import by_turns, slow
 
 import treescan

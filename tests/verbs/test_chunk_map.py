@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bars import Recorder, steps_of
+from by_hand import derived
+from hlo import Program
 from hypothesis import given, settings, strategies as st
 from loops import array
 from oracle import assert_close
@@ -55,24 +57,17 @@ def inputs(n):
     return {"a": array(n, 3, seed=1), "b": array(4, n, seed=2)}, array(3, 4, seed=3)
 
 
-def derivative(function, *args):
-    def scalar(*args):
-        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*args)))
-
-    return jax.value_and_grad(scalar)(*args)
-
-
 def mapped(function, *args):
     return jax.vmap(function)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), args))
 
 
 MODES = {
     "eager": lambda f, *args: f(*args),
-    "vmap of grad": lambda f, *args: mapped(functools.partial(derivative, f), *args),
+    "vmap of grad": lambda f, *args: mapped(functools.partial(derived, f), *args),
     "jvp": lambda f, *args: jax.jvp(f, args, args),
-    "grad": derivative,
+    "grad": derived,
     "vmap": mapped,
-    "grad of grad": lambda f, *args: derivative(lambda *args: derivative(f, *args)[1], *args),
+    "grad of grad": lambda f, *args: derived(lambda *args: derived(f, *args)[1], *args),
 }
 CASES = everyday(all_pairs(list(itertools.product(MODES, (False, True), (7, 6, 2)))))
 
@@ -92,21 +87,6 @@ def test_sums(mode, masked, n):
     runs = (lambda xs: chunk_map(f, xs, 3, **options), lambda xs: by_hand(xs, 3))
     got, expected = (jax.jit(functools.partial(MODES[mode], run)) for run in runs)
     assert_close(got(inputs(n)), expected(inputs(n)))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("n", [0, 2, 5])
-def test_without_jit(masked, n):
-    def square(x, valid=None):
-        return x * x
-
-    def add(x, valid=None):
-        return jnp.sum(x if valid is None else jnp.where(valid, x, 0))
-
-    xs, which = jnp.arange(n), (lambda f: f) if masked else (lambda f: lambda x: f(x))
-    with jax.disable_jit():
-        squares, added = chunk_map(which(square), xs, 3), chunk_map(which(add), xs, 3, reduce="sum")
-    assert_close((squares, added), (xs * xs, jnp.sum(xs)))
 
 
 @settings(max_examples=6, deadline=None)
@@ -158,7 +138,7 @@ def test_plans_of_memory_change_nothing(remat, reduce):
         return chunk_map(lambda x: jnp.tanh(x @ w), x, 2, remat=remat, reduce=reduce)
 
     xs = array(40, 3, seed=1), array(3, 4, seed=3)
-    assert_close(*(jax.jit(functools.partial(derivative, f))(xs) for f in (run, plain)))
+    assert_close(*(jax.jit(functools.partial(derived, f))(xs) for f in (run, plain)))
 
 
 def test_other_leaves():
@@ -229,8 +209,7 @@ def fused(h, targets, w):
 
 def temporaries(function):
     types = jax.ShapeDtypeStruct((TOKENS, FEATURES), "f4"), jax.ShapeDtypeStruct((TOKENS,), "i4")
-    compiled = jax.jit(function).lower(*types, jax.ShapeDtypeStruct((FEATURES, VOCABULARY), "f4")).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return Program(function, *types, jax.ShapeDtypeStruct((FEATURES, VOCABULARY), "f4")).temp_bytes
 
 
 def of_gradient(function, **options):
