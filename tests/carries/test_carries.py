@@ -68,14 +68,6 @@ def test_forward_mode_is_the_gradient_along_a_direction(name, verb):
     assert_close(tangent, along, 5 * CASES[name].rtol)
 
 
-def test_a_clipped_gradient_has_no_forward_mode():
-    def final(h):
-        return fold(lambda h, _: h, clip_gradient(h, 1.0), length=2).read()
-
-    with pytest.raises(TypeError, match="custom_vjp"):
-        jax.jvp(final, (1.0,), (1.0,))
-
-
 def scan_of(given, init, xs, lengths):
     return treescan.scan(given, init, xs)
 

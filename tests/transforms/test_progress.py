@@ -13,7 +13,6 @@ from bars import BATCH, LOG, TRANSFORMS, XS, D, H, Recorder, T, bars, init, note
 from hlo import Program
 from jaxprs import equations
 from thin import slow
-from traces import Counted
 
 import treescan
 from treescan import Progress
@@ -362,11 +361,6 @@ def test_no_state_is_copied_for_an_update(updates):
         return program.copies_in_loops(96, 96)
 
     assert copies(progress(updates, show=lambda w: {"first": w[0, 0]})) == copies(None)
-
-
-def test_a_second_eager_call_is_no_new_trace():
-    again = lambda body: [treescan.scan(body, init(), XS, progress=progress()) for _ in range(3)]  # noqa: E731
-    assert Counted(step).traces(again) == 1
 
 
 # The meters.

@@ -35,12 +35,8 @@ def arguments(steps):
     ("save", "steps", "reverse", "remat"),
     [
         ({"a": 2, "b": (3, "all")}, 7, True, Remat(levels=3)),
-        *slow(
-            (100, 7, False, None), ({"a": "all", "b": ("last", 5)}, 1, False, Remat("everything_saveable", levels=2))
-        ),
         ({"a": np.array([0, 3, 4]), "b": (range(1, 7, 3), np.array([6], np.int8))}, 7, True, None),
         ({"a": np.array([2, 3]), "b": (3, None)}, 7, False, "nested"),
-        *slow((np.array([0, 6]), 7, False, "auto"), ({"a": range(4), "b": (range(3, 3), "last")}, 7, True, "step")),
     ],
 )
 def test_scan(save, steps, reverse, remat):
@@ -96,8 +92,6 @@ def rows_body(carry, x):
     [
         (MIXED, FILLS, {"chunk": 2, "remat": "nested", "reverse": True}),
         (np.array([1, 4]), FILLS, {"reverse": True}),
-        *slow(({"a": np.array([0, 3, 4]), "b": range(1, 4), "c": 2, "t": "last"}, 2, {"chunk": 2, "compact": True})),
-        *slow(("last", "hold", {"reverse": True}), (MIXED, -1, {"chunk": 0})),
         *slow((ODD, FILLS, {"chunk": 4, "compact": True})),
     ],
     ids=str,
@@ -130,7 +124,6 @@ PATTERNS = [
     ([{"h": 3, "w": "last"}, 2], 3, True, "nested"),
     ([None, "all"], 1, False, None),
     ([np.array([0, 2]), range(1, 3)], 3, False, None),
-    *slow(([4, 9], 3, True, None)),
 ]
 
 

@@ -125,36 +125,6 @@ def test_every_derivative_is_that_of_a_mask_by_hand(name, steps, reverse, kind):
     assert_alike(ours, theirs, 2e-3 if "over" in kind else 2e-4)
 
 
-@pytest.mark.parametrize("name", ["wave", "average"])
-def test_only_the_last_output_of_each_row_is_kept(name):
-    args, lengths = given(BODIES[name], 37)
-
-    def lasts(*args):  # the ys of steps that are not valid are 0
-        state, ys = by_hand(*args)
-        return state, ys[jnp.maximum(lengths - 1, 0), jnp.arange(ROWS)]
-
-    ours, theirs = total(masked, BODIES[name], lengths, save="last"), total(lasts, BODIES[name], lengths)
-    assert_alike(jax.grad(ours, (0, 1, 2))(*args), jax.grad(theirs, (0, 1, 2))(*args))
-
-
-@pytest.mark.parametrize("name", ["wave", "branch"])
-@pytest.mark.parametrize("order", ["gradient of a vmap", "vmap of a gradient"])
-def test_elements_of_a_vmap(name, order):
-    body = BODIES[name]
-    (params, init, xs), _ = given(body, 37)
-    xs, lengths = jnp.stack([xs, xs / 2]), jnp.array([[37, 12, 0, 5], [3, 0, 1, 2]])
-
-    def derivative(run):
-        def one(params, xs, lengths):
-            return total(run, body, lengths)(params, init, xs)
-
-        if order.startswith("vmap"):
-            return jax.vmap(jax.grad(one, (0, 1)), (None, 0, 0))(params, xs, lengths)
-        return jax.grad(lambda params, xs: jax.vmap(one, (None, 0, 0))(params, xs, lengths).sum(), (0, 1))(params, xs)
-
-    assert_alike(derivative(masked), derivative(by_hand))
-
-
 def gradient_program(run, body, steps=96, rows=8, width=16):
     params = {"a": jnp.float32(0.7), "w": array(width, width, seed=1) * 0.1}
     xs, lengths = array(steps, rows, width, seed=2), jnp.full(rows, steps)

@@ -433,16 +433,3 @@ def test_what_on_part_raises_says_of_which_part() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         stream(rnn, inits()[rnn], XS, chunk=10, on_part=lambda part: 1 // (part.start - 20))
     assert caught.value.__notes__ == ["`on_part` of `treescan.stream` raised this for the part at step 20."]
-
-
-@pytest.mark.parametrize("transformed", [jax.jit, jax.grad, lambda f: lambda x: jax.vmap(f)(x[None])])
-def test_it_runs_on_the_host(transformed: Any) -> None:
-    def run(x: Any) -> Any:
-        return stream(lambda h, x: (h + x, None), jnp.float32(0), x, chunk=2)[0]
-
-    def closes_over(x: Any) -> Any:
-        return stream(lambda h, y: (h + x.sum() + y, None), jnp.float32(0), np.ones(4, np.float32), chunk=2)[0]
-
-    for each in (run, closes_over):
-        with pytest.raises(treescan.TracedArgumentError, match="runs on the host"):
-            transformed(each)(jnp.ones(4))
