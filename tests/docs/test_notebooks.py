@@ -7,7 +7,6 @@ import types
 import xml.etree.ElementTree as ET
 from base64 import b64decode
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from test_docs import ROOT, TUTORIALS, Block, as_users_run_it, blocks_of, installed, normal, run
@@ -86,17 +85,3 @@ def test_a_notebook_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if cell["outputs"]:
             assert normal(came) == normal(printed(cell)), f"cell {number}"
     assert Path.cwd() == ROOT
-
-
-def test_programs_find_all_pages() -> None:
-    extras = script("docs_extras")
-
-    def page(title: str, url: str) -> SimpleNamespace:
-        return SimpleNamespace(is_page=True, title=title, url=url, meta={"description": f"On {title}."}, children=None)
-
-    inner = SimpleNamespace(is_page=False, title="Inner", children=[page("B", "guides/b.html")])
-    tab = SimpleNamespace(is_page=False, title="Guides", children=[page("A", "guides/a.html"), inner])
-    text = extras.listing("name", "What it is.", [tab], "https://example.org/")
-    assert text.startswith("# name\n\n> What it is.\n\n")
-    address = "https://example.org/guides"
-    assert text.endswith(f"## Guides\n\n- [A]({address}/a.html): On A.\n- [B]({address}/b.html): On B.\n")

@@ -167,36 +167,6 @@ def drawn_rows(lengths: tuple[int, ...], chunk: int, compact: bool) -> list[int]
     return [len(rows) for steps, rows in chunks for _ in range(steps) if rows]
 
 
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("picture", ["padding", "compact"])
-def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
-    run, rows = sum(drawn_rows(draw_padding.LENGTHS, draw_padding.CHUNK, compact)), len(draw_padding.LENGTHS)
-    text = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text()
-    before, after = text.split(f">chunk={draw_padding.CHUNK}, compact=True<")
-    cells = re.findall(r'class="(data|padding)"', after if compact else before)
-    legend = 2 if compact else 0
-    assert len(cells) - legend == run
-    of_all = f"of {rows * draw_padding.STEPS} rows"
-    assert f">{run} {'are' if compact and picture == 'padding' else of_all}" in (after if compact else before)
-
-
-def test_rows_move_from_their_places() -> None:
-    svg = ET.fromstring((ROOT / "docs" / "pictures" / "compact.svg").read_text())
-    row, space = draw_padding.ROW, "{http://www.w3.org/2000/svg}"
-    groups = [group for group in svg.iter(f"{space}g") if group.get("class") == "moves"]
-    assert len(groups) == 2 * len(draw_padding.LENGTHS) * draw_padding.STEPS // draw_padding.CHUNK
-    moved = 0
-    for number, group in enumerate(groups):
-        (by,) = re.findall(r"--by:(-?[\d.]+)", group.get("style", ""))
-        name = group.find(f"{space}text")
-        place = number % len(draw_padding.LENGTHS)
-        if name is not None:
-            assert int(name.text or "") - place == float(by) / row
-        moved += float(by) != 0
-    orders = [order for _, order in draw_padding.tiers_and_orders()]
-    assert moved == sum(row != place for order in orders for place, row in enumerate(order)) > 0
-
-
 def test_the_pictures_of_tutorials_show_what_is_so() -> None:
     visited = draw_tutorials.iterates()
     assert visited[-1] == pytest.approx(2**0.5, rel=1e-6)

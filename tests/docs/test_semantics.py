@@ -4,11 +4,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import semantics
+from by_hand import derived
 from oracle import assert_close
 from test_docs import ROOT
 from thin import slow
@@ -19,18 +19,6 @@ import treescan
 SEEDS = [0, 1, 2, 3, *slow((4,), (5,))]  # each direction, with lengths and with masks
 STEPS, ROWS, LAYERS = 5, 3, 3
 PADDING = jnp.nan
-
-
-def gradients(run: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns, and the gradients of a sum over it that weighs each number differently."""
-
-    def loss(args):
-        results = run(*args)
-        floats = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-        return sum(jnp.vdot(jnp.cos(jnp.arange(1.0, leaf.size + 1)), jnp.ravel(leaf)) for leaf in floats), results
-
-    (_, results), found = jax.value_and_grad(loss, has_aux=True)(args)
-    return jax.tree.map(jnp.asarray, results), found
 
 
 def step_of(w):
@@ -61,8 +49,8 @@ def check_mask_scan(loop: Callable[..., Any], seed: int) -> None:
     rows = {"lengths": jnp.array(lengths)} if seed % 3 == 0 else {"mask": jnp.array(mask)}
     options = {"fill": float(seed), "reverse": reverse}
     xs = jnp.where(mask, xs, PADDING)
-    want = gradients(lambda w, init, xs: loop(step_of(w), init, xs, mask, **options), w, init, xs)
-    got = gradients(lambda w, init, xs: treescan.mask_scan(step_of(w), init, xs, **rows, **options), w, init, xs)
+    want = derived(lambda w, init, xs: loop(step_of(w), init, xs, mask, **options), w, init, xs)
+    got = derived(lambda w, init, xs: treescan.mask_scan(step_of(w), init, xs, **rows, **options), w, init, xs)
     assert_close(got, want)
 
 
@@ -87,7 +75,7 @@ def check_resets(loop: Callable[..., Any], seed: int) -> None:
         rows = {"mask": jnp.array(mask), "resets": jnp.array(resets), "reset_to": reset_to}
         return treescan.mask_scan(step_of(w), init, xs, **rows, reverse=reverse)
 
-    assert_close(gradients(together, w, init, xs, reset_to), gradients(alone, w, init, xs, reset_to))
+    assert_close(derived(together, w, init, xs, reset_to), derived(alone, w, init, xs, reset_to))
 
 
 def stops(h):
@@ -105,7 +93,7 @@ def check_while_scan(loop: Callable[..., Any], seed: int) -> None:
                 return tuple(run(stops, step_of(w), init, xs, **options))
             return [tuple(run(stops, step_of(w), init[b], xs[:, b], **options)) for b in range(ROWS)]
 
-        return gradients(of_rows, w, init, xs)
+        return derived(of_rows, w, init, xs)
 
     assert_close(results(treescan.while_scan), results(loop))
 
@@ -131,7 +119,7 @@ def check_scan_layers(loop: Callable[..., Any], seed: int) -> None:
         return loop(block, x, layers, xs, state, (scale,), reverse)
 
     args = (layers, x, xs, state, scale)
-    assert_close(gradients(verb, *args), gradients(plain, *args))
+    assert_close(derived(verb, *args), derived(plain, *args))
 
 
 CHECKS = {

@@ -20,6 +20,15 @@ from scripts import script
 what_works = script("what_works")
 DATA = json.loads(what_works.DATA.read_text())
 SHARE = 128  # one cell in so many is for every day
+ALWAYS = (  # options whose code meets are for every day too
+    *(
+        Cell(verb, pair, table.PAIRED)
+        for verb in ("scan", "mask_scan")
+        for pair in (("truncate", "offset"), ("offset", "save=2"))
+    ),
+    *(Cell("mask_scan", forms, table.PAIRED) for forms in (("compact=(1, 3)",), ("reverse", "compact"))),
+    *(Cell("mask_scan", ('save="last"',), how) for how in ("grad", "vmap of grad")),
+)
 
 
 def listed(cell: Cell) -> str:
@@ -54,7 +63,8 @@ def everyday(verb: str) -> list[Cell]:
     """A share of the cells, and each way in which the verb refuses: that is quick, as nothing is compiled."""
     first = {listed(cell): cell for cell in reversed(table.cells(verb)) if not what_works.fault(listed(cell))}
     refused = [cell for outcome, cell in first.items() if outcome != EQUAL]
-    return list(dict.fromkeys([*refused, *(cell for cell in table.cells(verb) if table.share(cell, SHARE))]))
+    also = {*refused, *ALWAYS}
+    return [cell for cell in table.cells(verb) if cell in also or table.share(cell, SHARE)]
 
 
 @PROCESS

@@ -68,12 +68,6 @@ def test_gradients_keep_the_constants_and_are_those_of_the_layers_one_by_one() -
     assert np.ptp(gradient.gain) > 0  # an array is a parameter, of each layer its own
 
 
-def test_patterns_and_stacks_that_lead() -> None:
-    blocks = [eqx.filter_vmap(Block)(KEYS), treescan.stack(list(map(Block, KEYS[:2])))]
-    x, sums = treescan.scan_layers([lambda b, x, *, key: (b(x, key=key), x.sum())] * 2, X, blocks, key=KEY)
-    assert (x.shape, [y.shape for y in sums]) == (X.shape, [(3,), (2,)])
-
-
 def test_modules_are_carried_as_they_are() -> None:
     def train(model: Any, x: jax.Array) -> tuple[Any, jax.Array]:  # an MLP holds functions: they stay outside
         loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)

@@ -7,9 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.testing as npt
 import optax
-from oracle import as_numpy, is_inexact
+from oracle import is_inexact
 
 from treescan.carries import (
     best,
@@ -297,9 +296,6 @@ def stack(trees, axis=0):
     return jax.tree.map(lambda *leaves: np.stack(list(map(np.asarray, leaves)), axis), *trees)
 
 
-# Comparisons.
-
-
 def losses(outs):
     """For each case a number in which all its outputs count."""
 
@@ -319,10 +315,3 @@ def with_gradients(call, start, xs):
 
     gradients, outs = jax.grad(total, (0, 1), has_aux=True)(start, xs)
     return {name: (outs[name], tuple(part[name] for part in gradients)) for name in outs}
-
-
-def assert_close(actual, expected, rtol=2e-5):
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        npt.assert_allclose(as_numpy(a), as_numpy(b), rtol=rtol, atol=rtol)

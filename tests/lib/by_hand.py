@@ -13,7 +13,7 @@ from oracle import assert_close
 def derived(run: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
     """The results, and the gradient of a function of them all, of each floating leaf of `args`."""
     loss, floats = loss_of(run, *args)
-    return run(*args), jax.grad(loss)(floats)
+    return jax.tree.map(jnp.asarray, run(*args)), jax.grad(loss)(floats)
 
 
 compiled_and_derived = functools.partial(jax.jit, static_argnums=0)(derived)

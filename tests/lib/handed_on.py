@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 import treescan
 from treescan import fold_layers, fori, lift, mask_scan, scan, scan_layers, while_scan
-from treescan.integrations import flax as of_flax, nnx as of_nnx
+from treescan.integrations import nnx as of_nnx
 
 T, N = 8, 64
 BYTES = 4 * T * N * N
@@ -134,21 +133,6 @@ def _lifted(w: Any, remat: Any, on: bool) -> Any:
     return h, found.get("params")
 
 
-class _Linen(nn.Module):
-    @nn.compact
-    def __call__(self, h: Any, _: Any) -> Any:
-        w = self.variable("stats", "w", jnp.zeros, (N, N))
-        return _step(h, w.value), None
-
-
-def _linen(w: Any, remat: Any, on: bool) -> Any:
-    model = of_flax.scan(_Linen, variable_axes={"stats": 0}, length=T, remat=remat)()
-    if not on:
-        return model.apply({"stats": {"w": w}}, H, None)[0], None
-    (h, _), found = model.apply({"stats": {"w": w}}, H, None, mutable=["stats"])
-    return h, found["stats"]["w"]
-
-
 class _Layer(nnx.Module):
     def __init__(self, w: Any) -> None:
         self.w = nnx.Param(w)
@@ -182,7 +166,6 @@ PROGRAMS = {
     "pattern, rest": Program(_in_turn, _REST),
     "pattern, state, rest": Program(_in_turn_with_state, _REST),
     "lift": Program(_lifted),
-    "flax": Program(_linen),
     "nnx": Program(_modules),
 }
 """Without `accumulate`, which stacks whatever its carry holds."""

@@ -22,12 +22,13 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
         npt.assert_array_equal(as_numpy(a), as_numpy(b))
 
 
-def assert_close(got: Any, want: Any, rtol: float = 2e-5, atol: float = 2e-5) -> None:
-    """Equal structures and dtypes, and values but for rounding, beside the largest of their array."""
+def assert_close(got: Any, want: Any, rtol: float = 2e-5, atol: float | None = None) -> None:
+    """Equal structures and types, and values but for rounding, beside the largest of their array too."""
+    atol = rtol if atol is None else atol
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         a, b = as_numpy(a), as_numpy(b)
-        assert a.dtype == b.dtype
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
         npt.assert_allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(np.max(np.abs(b[np.isfinite(b)]), initial=0))))
 
 

@@ -159,7 +159,6 @@ def test_computed_for_many_steps_at_once_in_each_place(dtype):
 
 
 # In a loop over rows.
-# In a loop over rows.
 
 
 def flat(results: Any, dtype: Any) -> jax.Array:

@@ -176,13 +176,6 @@ def test_flax_notices_nothing(monkeypatch):
     assert_bitwise(train(array(2, 5, 3)), expected)
 
 
-def test_the_patched_scan_is_treescans_and_ends(monkeypatch):
-    monkeypatch.setattr(jax.lax, "scan", treescan.scan)
-    with pytest.raises(treescan.CarryError):
-        jax.lax.scan(lambda c, x: (c[None], x), jnp.zeros(1), XS)
-    assert jax.lax.scan(lambda c, x: (c + x, None), 0.0, jnp.ones(3))[0] == 3
-
-
 OF_STEPS = {
     "key": over(treescan.scan, key=jax.random.key(0)),
     "mask_scan": over(treescan.mask_scan, lengths=jnp.array([2, 3])),

@@ -33,19 +33,12 @@ def test_the_first_result_is_the_page_about_it(server: str, visit: Open, query: 
 
 RECIPES = "recipes/index.html"
 JOBS = {  # the query, and where its answer is: a page, or a section of it that the result names too
-    "last hidden state of each row": f"{RECIPES}#the-last-hidden-state-of-each-row",
-    "loss per sequence in a packed batch": f"{RECIPES}#the-loss-of-each-sequence-in-a-packed-batch",
     "generalized advantage estimation": f"{RECIPES}#returns",
     "convert a list of layers to stacked parameters": "guides/layers.html#make-a-stack",
-    "merge statistics of two runs": f"{RECIPES}#merge-the-statistics-of-two-runs",
-    "first step is different": f"{RECIPES}#a-first-step-that-is-different",
-    "newton iteration until tolerance for each row": f"{RECIPES}#newtons-iteration-with-a-tolerance-for-each-row",
     "replace nn.RNN with masking": "guides/flax.html#recurrent-networks",
     "out of memory gradient of scan": "guides/memory.html",
     "early stopping decode until end token": f"{RECIPES}#decoding-greedy-and-beams",
     "dropout keys per step": "guides/random-keys.html",
-    "nan gradient padding": "guides/debugging.html#why-is-my-gradient-nan",
-    "scan with variable length": "guides/variable-length.html",
     "running mean in a scan": "guides/custom-carries.html",
     "reverse scan": "reference/scan.html",
     "skip computation on padding": "guides/variable-length.html#what-is-skipped-and-what-it-costs",

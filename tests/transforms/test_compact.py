@@ -1,7 +1,6 @@
 """`compact`: each chunk's live rows run alone, on the smallest tier that holds them; the user's order is kept."""
 
 import functools
-import math
 
 import chex
 import jax
@@ -11,10 +10,9 @@ import pytest
 from bars import noted
 from by_hand import masked_by_hand
 from loops import array
-from thin import parametrize, slow
+from thin import parametrize
 
 import treescan
-from treescan._transforms.rows.compact import MOST_TIERS, spread_tiers
 
 STEPS, ROWS, WIDTH, CHUNK = 9, 8, 2, 2  # a remainder of one step, which runs on all rows
 TIERS = (1, 2, 4, 8)
@@ -62,33 +60,6 @@ def ours(init, xs, mask, *, body=cell, chunk=CHUNK, compact=True, **options):
 
 
 # Results.
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def both(run, floats, n, mask):
-    """What is returned, and the gradient."""
-
-    def loss(floats):
-        h, w, xs = floats
-        final, ys = run({"h": h, "w": w, "n": n}, xs, mask)
-        return jnp.sum(jnp.sin(final["h"])) + jnp.sum(ys["y"] * jnp.cos(final["w"])[None]), (final, ys)
-
-    return jax.grad(loss, has_aux=True)(floats)
-
-
-@pytest.mark.parametrize(
-    "options", [{"compact": (3,)}, *slow(({},), ({"reverse": True, "chunk": 3, "compact": (5, 3)},))], ids=str
-)
-def test_results_and_gradients_stand_in_the_order_of_the_user(options):
-    run = functools.partial(ours, **options)
-    oracle = functools.partial(by_hand, reverse="reverse" in options)
-    for seed in range(3):
-        mask = random_mask(seed)
-        init, xs = data(mask, seed)
-        given = (init["h"], init["w"], xs), init["n"], mask
-        got, want = both(run, *given), both(oracle, *given)
-        chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
-        assert bool(jnp.all(got[0][2][~mask] == 0))
 
 
 BY_HAND = jax.jit(by_hand)
@@ -172,15 +143,6 @@ def test_the_body_is_traced_once_for_each_tier(compact, tiers):
     mask = RUNS["falling"][0]
     jax.make_jaxpr(functools.partial(ours, mask=mask, body=body, compact=compact))(*data(mask))
     assert sorted(seen) == list(tiers)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 8, 100, 4096])
-def test_tiers_rise_from_one_row_to_all_in_few_steps(rows):
-    tiers = spread_tiers(rows)
-    assert tiers[0] == 1
-    assert tiers[-1] == rows
-    assert len(tiers) <= min(MOST_TIERS, 1 + math.ceil(math.log2(rows)))
-    assert list(tiers) == sorted(set(tiers))
 
 
 @pytest.mark.parametrize(("repeats", "tiers"), [(1, [1, 2, 4, 8, 16, 32]), (60, [2, 16, 32])])

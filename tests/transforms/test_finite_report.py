@@ -95,15 +95,6 @@ def test_a_report_is_an_output_of_an_outer_loop_and_of_branches(disabled):
     assert bool(either(True).ok)
 
 
-def test_derivatives_are_those_without():
-    value, grad = jax.value_and_grad(lambda h: treescan.fold(add, h, XS[:2], **RETURN), has_aux=True)(H)
-    plain = jax.value_and_grad(lambda h: treescan.fold(add, h, XS[:2]))(H)
-    chex.assert_trees_all_close((value[0], grad), plain)
-    assert bool(value[1].ok)
-    tangent = jax.jvp(lambda h: treescan.fold(add, h, XS[:2], **RETURN)[0], (H,), (H,))[1]
-    chex.assert_trees_all_close(tangent, plain[1])
-
-
 def test_keys_in_the_carry_are_in_the_record():
     def draw(carry, x):
         key, h = carry

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,8 +65,7 @@ def squares(function: Any) -> Any:
 
 def memory_of_gradient(function: Any, w: jax.Array) -> float:
     """The temporary memory of the gradient in h alone, in sizes of the array."""
-    compiled: Any = jax.jit(jax.grad(squares(function))).lower(H, w).compile()
-    return compiled.memory_analysis().temp_size_in_bytes / w.nbytes
+    return hlo.Program(jax.grad(squares(function)), H, w).temp_bytes / w.nbytes
 
 
 @by_turns(4, loop=LOOPS, remat=READ_WITH, carried=WAYS)

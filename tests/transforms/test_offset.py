@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from loops import array
 from oracle import as_numpy
-from thin import by_turns, slow
+from thin import by_turns
 from traces import Counted
 
 import treescan
@@ -45,10 +45,6 @@ def block(layer, h, *, key):
 
 def going(h):
     return jnp.abs(h).sum() < 1e3  # always
-
-
-def only(ys: Any) -> Any:
-    return None, ys
 
 
 Run = Callable[..., Any]
@@ -122,48 +118,6 @@ def test_blocks_that_take_turns(reverse: bool) -> None:
         assert_same(in_parts(run, THIRDS, reverse=reverse, save=save), whole)
 
 
-@pytest.mark.parametrize("verb", ["scan", "mask_scan", "scan_layers", "while_scan", "remat"])
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_every_kth_output(verb: str, reverse: bool) -> None:
-    """Those of the whole run, if parts begin at multiples of k. The end may be anywhere."""
-    run = VERBS[verb]
-    whole = run(INIT, slice(0, T - 2), reverse=reverse, save=3)
-    parts = [slice(0, 3), slice(3, 6), slice(6, T - 2)]
-    assert_same(in_parts(run, parts, reverse=reverse, save=3), whole)
-
-
-TRUNCATED: dict[str, Run] = {
-    "scan": lambda h, xs, **o: treescan.scan(plain, h, xs, **o),
-    "scan keyed": lambda h, xs, **o: treescan.scan(keyed, h, xs, key=KEY, **o),
-    "mask_scan": lambda h, xs, **o: treescan.mask_scan(plain, h, xs, lengths=LENGTHS, **o),
-    "shared": lambda h, xs, **o: treescan.mask_scan(
-        lambda h, x: ((plain(h[0], x + h[1])[0], h[1] * 0.9), h[0]), h, xs, lengths=jnp.array([0, 5, 10]),
-        carry_axes=(0, None), **o,
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("size", [3, *slow((1,), (5,))])
-@pytest.mark.parametrize("verb", TRUNCATED)
-def test_gradients_of_parts_chained_by_hand(verb: str, size: int) -> None:
-    """The gradient is cut at the same positions, also where a part begins."""
-    run = functools.partial(TRUNCATED[verb], truncate=size)
-    init = (INIT, jnp.float32(0.5)) if verb == "shared" else INIT
-    out, back = jax.vjp(run, init, XS)
-    ones = jax.tree.map(jnp.ones_like, out)
-    whole_h, whole_xs = back(ones)
-    h, pulls, parts = init, [], spans(10 + size)
-    for part in parts:
-        (h, y), pull = jax.vjp(functools.partial(run, offset=part.start), h, XS[part])
-        pulls.append((pull, jnp.ones_like(y)))
-    assert_same(h, out[0])
-    of_h, of_xs = ones[0], []
-    for pull, of_y in reversed(pulls):
-        of_h, of_x = pull((of_h, of_y))
-        of_xs.append(of_x)
-    assert_same((of_h, jnp.concatenate(of_xs[::-1])), (whole_h, whole_xs))
-
-
 @pytest.mark.parametrize("verb", ["scan", "mask_scan", "scan_layers", "while_scan"])
 def test_one_program_for_all_parts(verb: str) -> None:
     """Under `jax.jit` the offset is traced. Eagerly an int, of NumPy too, does not compile again either."""
@@ -220,13 +174,6 @@ def test_the_mapped_offset_of_each_element() -> None:
     mapped = jax.vmap(run)(halves, jnp.array([0, 6]))
     for i in range(2):
         np.testing.assert_allclose(mapped[1][i], run(halves[i], 6 * i)[1], rtol=1e-6, atol=1e-6)
-
-
-def test_without_jit() -> None:
-    whole = VERBS["mask_scan"](INIT, slice(0, T))
-    with jax.disable_jit():
-        got = in_parts(VERBS["mask_scan"], [slice(0, 5), slice(5, T)])
-    np.testing.assert_allclose(got[1], whole[1], rtol=1e-6, atol=1e-6)
 
 
 def test_a_row_that_ended_before_has_no_last_output() -> None:

@@ -2,18 +2,22 @@
 
 import functools
 import itertools
+import math
 import re
 
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
 from loops import array
 from thin import all_pairs
 from traces import Counted
 
 import treescan
 from treescan import Remat
+from treescan._loop.chunk import Wish, plan_sizes
 
 pytestmark = pytest.mark.quick
 
@@ -106,3 +110,36 @@ def test_the_body_is_traced_once(options):
     """`test_traces.py` shows so of the other options."""
     run = lambda f: treescan.scan(f, {"h": array(2, 3), "w": array(2, 3)}, array(97, 2, 3), **options)  # noqa: E731
     assert Counted(body).traces(run) == 1
+
+
+# The sizes of chunks.
+
+
+def test_planner_by_example():
+    assert plan_sizes(100, []) == ()
+    assert plan_sizes(100, [Wish(10)]) == (10,)
+    assert plan_sizes(100, [Wish(10), Wish(12)]) == (10,)  # near enough: one chunk serves both
+    assert plan_sizes(100, [Wish(6, exact=True), Wish(7)]) == (6,)
+    assert plan_sizes(1000, [Wish(6, exact=True), Wish(40)]) == (6, 42)
+    assert plan_sizes(1000, [Wish(96, exact=True), Wish(7)]) == (8, 96)
+    assert plan_sizes(1000, [Wish(6, exact=True), Wish(4, exact=True)]) == (2,)
+    assert plan_sizes(8, [Wish(8), Wish(200)]) == ()  # a chunk as long as the loop is no chunk
+
+
+@given(
+    st.integers(0, 5000),
+    st.lists(
+        st.builds(
+            Wish, size=st.integers(1, 600), exact=st.booleans(), around=st.none(), schedule=st.none(), ticks=st.none()
+        ),
+        max_size=5,
+    ),
+)
+def test_planner_laws(length, wishes):
+    sizes = plan_sizes(length, wishes)
+    assert all(1 < size < length for size in sizes)
+    assert all(large % small == 0 and small < large for small, large in itertools.pairwise(sizes))
+    exact = [wish.size for wish in wishes if wish.exact]
+    if exact and sizes and math.gcd(*exact) > 1:
+        for wish in exact:  # every exact boundary is a boundary of some chunk
+            assert wish >= length or any(wish % size == 0 for size in sizes)

@@ -13,7 +13,6 @@ from bars import BATCH, LOG, TRANSFORMS, XS, D, H, Recorder, T, bars, init, note
 from hlo import Program
 from jaxprs import equations
 from thin import slow
-from traces import Counted
 
 import treescan
 from treescan import Progress
@@ -48,14 +47,6 @@ def shown(carry):
 def test_the_steps_of_a_scan_are_multiples_of_its_chunks(length, updates, reverse, told):
     run = lambda: treescan.scan(step, init(), XS[:length], reverse=reverse, progress=progress(updates))  # noqa: E731
     assert steps_of(run) == (length, told)
-
-
-def test_a_label_is_given_or_that_of_the_body():
-    for given, label in (("train", "train"), (None, "step")):
-        bars(lambda given=given: treescan.scan(step, init(), XS, progress=Progress(given, meter=Recorder())))
-        assert LOG[0][2] == label
-    bars(lambda: treescan.fold(lambda c, x: c + x, H, XS, progress=Progress(meter=Recorder())))
-    assert LOG[0][2] == "fold"
 
 
 def test_static_leaves_and_custom_carries_are_shown_as_the_body_sees_them():
@@ -370,11 +361,6 @@ def test_no_state_is_copied_for_an_update(updates):
         return program.copies_in_loops(96, 96)
 
     assert copies(progress(updates, show=lambda w: {"first": w[0, 0]})) == copies(None)
-
-
-def test_a_second_eager_call_is_no_new_trace():
-    again = lambda body: [treescan.scan(body, init(), XS, progress=progress()) for _ in range(3)]  # noqa: E731
-    assert Counted(step).traces(again) == 1
 
 
 # The meters.

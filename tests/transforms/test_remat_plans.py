@@ -348,17 +348,6 @@ def test_sizes(length, levels, segment):
         assert len(sizes) == levels - 1
 
 
-@given(st.integers(1, 3000), st.integers(1, 4))
-def test_parts_are_the_carries_of_all_levels(length, levels):
-    """Counted one by one: the parts of the whole loop, of one chunk, of one chunk in it, and so on."""
-    sizes = divide(length, levels)
-    stack, whole = 0, length
-    for size in sizes[::-1]:
-        stack += len(range(0, whole, size))
-        whole = size
-    assert count_parts(length, sizes) == stack + whole
-
-
 def test_sizes_by_example():
     assert divide(1024, 2) == (32,)
     assert divide(1000, 3) == (10, 100)

@@ -35,12 +35,8 @@ def arguments(steps):
     ("save", "steps", "reverse", "remat"),
     [
         ({"a": 2, "b": (3, "all")}, 7, True, Remat(levels=3)),
-        *slow(
-            (100, 7, False, None), ({"a": "all", "b": ("last", 5)}, 1, False, Remat("everything_saveable", levels=2))
-        ),
         ({"a": np.array([0, 3, 4]), "b": (range(1, 7, 3), np.array([6], np.int8))}, 7, True, None),
         ({"a": np.array([2, 3]), "b": (3, None)}, 7, False, "nested"),
-        *slow((np.array([0, 6]), 7, False, "auto"), ({"a": range(4), "b": (range(3, 3), "last")}, 7, True, "step")),
     ],
 )
 def test_scan(save, steps, reverse, remat):
@@ -96,8 +92,6 @@ def rows_body(carry, x):
     [
         (MIXED, FILLS, {"chunk": 2, "remat": "nested", "reverse": True}),
         (np.array([1, 4]), FILLS, {"reverse": True}),
-        *slow(({"a": np.array([0, 3, 4]), "b": range(1, 4), "c": 2, "t": "last"}, 2, {"chunk": 2, "compact": True})),
-        *slow(("last", "hold", {"reverse": True}), (MIXED, -1, {"chunk": 0})),
         *slow((ODD, FILLS, {"chunk": 4, "compact": True})),
     ],
     ids=str,
@@ -130,7 +124,6 @@ PATTERNS = [
     ([{"h": 3, "w": "last"}, 2], 3, True, "nested"),
     ([None, "all"], 1, False, None),
     ([np.array([0, 2]), range(1, 3)], 3, False, None),
-    *slow(([4, 9], 3, True, None)),
 ]
 
 
@@ -157,54 +150,6 @@ def test_a_block_without_a_layer():
 # Positions
 
 AT = np.array([0, 3, 4, 9])
-
-
-def picked(function, save, *given):
-    """The last carry, and of ys the given positions."""
-    carry, ys = function(*given)
-    return carry, jax.tree.map(lambda y: y[save], ys)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reverse": True},
-        *slow(
-            ({"truncate": 3},),
-            ({"check_finite": True},),
-            ({"unroll": 3},),
-            ({"key": jax.random.key(0)},),
-            ({"progress": "x"},),
-        ),
-    ],
-    ids=str,
-)
-def test_positions_are_indices_of_all(options):
-    def step(carry, x, key=None):
-        return body(carry, x)
-
-    def run(save, *given):
-        return treescan.scan(step, *given, save=save, **options)
-
-    ours, plainly = functools.partial(run, AT), functools.partial(picked, functools.partial(run, "all"), AT)
-    assert_same(ours, plainly, *arguments(11))
-
-
-def test_positions_of_other_verbs():
-    init, xs = arguments(11)
-
-    def layer(x, h):
-        return body(h, x)
-
-    def cond(carry):
-        return jnp.sum(carry["h"]) > -0.4
-
-    for verb in (
-        lambda save: treescan.scan_layers(lambda x, h: layer(x, h), init, xs, save=save),
-        lambda save: treescan.while_scan(cond, body, init, xs, save=save)[:2],
-        lambda save: (0, treescan.accumulate(lambda c, x: body(c, x)[0], init, xs, save=save)),
-    ):
-        assert_close(verb(AT), picked(verb, AT, "all"))
 
 
 def test_positions_of_keys_and_in_vmap():

@@ -94,34 +94,6 @@ def test_packed_sequences_are_cut_as_they_would_be_alone(reverse, holes):
     assert_close(whole, alone)
 
 
-@pytest.mark.slow
-def test_shared_leaves_of_the_carry_count_the_steps_in_which_any_row_is_valid():
-    """A row that begins later does not cut them."""
-
-    def body(carry, x, *, valid):
-        total = carry["total"] * 0.9 + jnp.sum(jnp.where(valid, jnp.sin(x + carry["h"]), 0.0))
-        return {"h": jnp.cos(carry["h"] + carry["total"][None] * x), "total": total}, None
-
-    valid = np.array([[1, 0], [1, 1], [1, 1], [1, 1], [1, 1], [1, 0]], bool)
-    cuts = np.array([[0, 0], [0, 0], [1, 0], [0, 1], [1, 0], [0, 0]], bool)  # of each row; the first is always valid
-
-    def ours(h, total, xs):
-        axes, init = {"h": 0, "total": None}, {"h": h, "total": total}
-        return treescan.mask_scan(body, init, xs, mask=valid, carry_axes=axes, truncate=2)[0]
-
-    def theirs(h, total, xs):
-        for t in range(6):
-            h = jnp.where(cuts[t], jax.lax.stop_gradient(h), h)
-            total = jax.lax.stop_gradient(total) if cuts[t, 0] else total
-            new, _ = body({"h": h, "total": total}, xs[t], valid=jnp.asarray(valid[t]))
-            h, total = jnp.where(valid[t], new["h"], h), new["total"]
-        return {"h": h, "total": total}
-
-    given = array(2, seed=1), array(seed=2), array(6, 2, seed=3)
-    got, want = (jax.jacobian(run, (0, 1, 2))(*given) for run in (ours, theirs))
-    assert_close(got, want)
-
-
 def test_a_step_that_resets_keeps_the_gradient_of_init():
     """Also where it begins a stretch: it begins from `init`, and not from the carry that is cut."""
     xs, nothing = jnp.ones((6, 1)), jnp.zeros((6, 1), bool)

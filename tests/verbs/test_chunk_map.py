@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bars import Recorder, steps_of
+from by_hand import derived
+from hlo import Program
 from hypothesis import given, settings, strategies as st
 from loops import array
 from oracle import assert_close
@@ -55,24 +57,17 @@ def inputs(n):
     return {"a": array(n, 3, seed=1), "b": array(4, n, seed=2)}, array(3, 4, seed=3)
 
 
-def derivative(function, *args):
-    def scalar(*args):
-        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(function(*args)))
-
-    return jax.value_and_grad(scalar)(*args)
-
-
 def mapped(function, *args):
     return jax.vmap(function)(*jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1]), args))
 
 
 MODES = {
     "eager": lambda f, *args: f(*args),
-    "vmap of grad": lambda f, *args: mapped(functools.partial(derivative, f), *args),
+    "vmap of grad": lambda f, *args: mapped(functools.partial(derived, f), *args),
     "jvp": lambda f, *args: jax.jvp(f, args, args),
-    "grad": derivative,
+    "grad": derived,
     "vmap": mapped,
-    "grad of grad": lambda f, *args: derivative(lambda *args: derivative(f, *args)[1], *args),
+    "grad of grad": lambda f, *args: derived(lambda *args: derived(f, *args)[1], *args),
 }
 CASES = everyday(all_pairs(list(itertools.product(MODES, (False, True), (7, 6, 2)))))
 
@@ -92,21 +87,6 @@ def test_sums(mode, masked, n):
     runs = (lambda xs: chunk_map(f, xs, 3, **options), lambda xs: by_hand(xs, 3))
     got, expected = (jax.jit(functools.partial(MODES[mode], run)) for run in runs)
     assert_close(got(inputs(n)), expected(inputs(n)))
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("n", [0, 2, 5])
-def test_without_jit(masked, n):
-    def square(x, valid=None):
-        return x * x
-
-    def add(x, valid=None):
-        return jnp.sum(x if valid is None else jnp.where(valid, x, 0))
-
-    xs, which = jnp.arange(n), (lambda f: f) if masked else (lambda f: lambda x: f(x))
-    with jax.disable_jit():
-        squares, added = chunk_map(which(square), xs, 3), chunk_map(which(add), xs, 3, reduce="sum")
-    assert_close((squares, added), (xs * xs, jnp.sum(xs)))
 
 
 @settings(max_examples=6, deadline=None)
@@ -158,7 +138,7 @@ def test_plans_of_memory_change_nothing(remat, reduce):
         return chunk_map(lambda x: jnp.tanh(x @ w), x, 2, remat=remat, reduce=reduce)
 
     xs = array(40, 3, seed=1), array(3, 4, seed=3)
-    assert_close(*(jax.jit(functools.partial(derivative, f))(xs) for f in (run, plain)))
+    assert_close(*(jax.jit(functools.partial(derived, f))(xs) for f in (run, plain)))
 
 
 def test_other_leaves():
@@ -179,14 +159,6 @@ def test_entries_of_no_numbers():
 def test_numbers_and_nothing():
     assert_close(chunk_map(lambda x: (2.0, 1), jnp.ones(5), 2, reduce="sum"), (jnp.array(6.0), jnp.array(3)))
     assert chunk_map(lambda x: None, jnp.ones(5), 2) is None
-
-
-def test_like_lax_map():
-    def each(x):
-        return jnp.sin(x) @ x
-
-    xs = array(11, 3)
-    assert_close(chunk_map(jax.vmap(each), xs, 4), jax.lax.map(each, xs, batch_size=4))
 
 
 @pytest.mark.parametrize(
@@ -237,8 +209,7 @@ def fused(h, targets, w):
 
 def temporaries(function):
     types = jax.ShapeDtypeStruct((TOKENS, FEATURES), "f4"), jax.ShapeDtypeStruct((TOKENS,), "i4")
-    compiled = jax.jit(function).lower(*types, jax.ShapeDtypeStruct((FEATURES, VOCABULARY), "f4")).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return Program(function, *types, jax.ShapeDtypeStruct((FEATURES, VOCABULARY), "f4")).temp_bytes
 
 
 def of_gradient(function, **options):
@@ -258,15 +229,3 @@ def test_memory_of_a_vocabulary():
 def test_memory_of_a_remainder():
     """Its logits are alive at most beside those of one chunk. To cut the hidden states in two copies them."""
     assert of_gradient(in_chunks, size=600) < 2.1 * LOGITS * (600 + 400) / 4000 + WEIGHTS + 2.4 * HIDDEN
-
-
-def test_values_of_a_vocabulary():
-    h, w = array(100, 8, seed=1), array(8, 20, seed=2)
-    targets = jnp.asarray(np.random.default_rng(3).integers(0, 20, 100), jnp.int32)
-    expected = jax.value_and_grad(cross_entropy, (0, 2))(h, targets, w)
-    for f in (functools.partial(in_chunks, size=30), functools.partial(by_lax_map, size=25)):
-        assert_close(jax.jit(jax.value_and_grad(f, (0, 2)))(h, targets, w), expected)
-    loss, dw = jax.jit(
-        lambda h: chunk_map(lambda x: jax.value_and_grad(cross_entropy, 2)(*x, w), (h, targets), 30, reduce="sum")
-    )(h)
-    assert_close((loss, dw), (expected[0], expected[1][1]))

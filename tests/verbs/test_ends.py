@@ -213,13 +213,6 @@ def test_a_truncated_gradient_ends_in_each_sequence():
         npt.assert_array_equal(got, want)
 
 
-def test_rows_that_are_given_as_options_end_as_rows():
-    final, _ = treescan.mask_scan(
-        functools.partial(step, WEIGHTS), START, PACKED.data, mask=PACKED.mask, resets=PACKED.resets
-    )
-    assert final["h"].shape == (ROWS, H)
-
-
 def test_nothing_but_empty_sequences():
     for rows in (1, 2):
         batch = treescan.pack([np.zeros((0, H), np.float32)] * 2, rows=rows)

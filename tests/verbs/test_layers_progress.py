@@ -1,6 +1,7 @@
-"""`progress` of `scan_layers` and `fold_layers`: what the bar is told, and that results are those without."""
+"""`progress` of `scan_layers` and `fold_layers`: what the bar is told. `works` has that results are those without."""
 
-import chex
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -24,23 +25,11 @@ def tanh(layer, x):
 
 
 def told(layers, **options):
-    """The steps and values that the bar was told, and that results and the gradient are those without."""
-
-    def run(x, **shown):
-        blocks = tanh if isinstance(layers, dict) else [tanh, tanh]
-        return treescan.scan_layers(blocks, x, layers, **options, **shown)
-
-    def loss(x, **shown):
-        y, ys = run(x, **shown)
-        return jnp.sum(y) + sum(jnp.sum(leaf) for leaf in jax.tree.leaves(ys))
-
-    found = []
-    ((total, steps),) = bars(lambda: found.append(run(X, progress=progress(3, show=_shown))) or found[0])
-    chex.assert_trees_all_close(found[0], run(X), rtol=1e-6)
-    gradient = jax.jit(jax.grad(lambda x: loss(x, progress=progress(3))))
-    chex.assert_trees_all_close(gradient(X), jax.grad(loss)(X), rtol=1e-5, atol=1e-6)
-    jax.effects_barrier()
-    assert steps[-1] == (total, {"x": pytest.approx(float(found[0][0].sum()), abs=1e-6)})
+    """The steps that the bar was told; with the last come the values of the result."""
+    blocks = tanh if isinstance(layers, dict) else [tanh, tanh]
+    run = functools.partial(treescan.scan_layers, blocks, X, layers, **options)
+    ((total, steps),) = bars(lambda: run(progress=progress(3, show=_shown)))
+    assert steps[-1] == (total, {"x": pytest.approx(float(run()[0].sum()), abs=1e-6)})
     return total, [done for done, _ in steps]
 
 
