@@ -188,8 +188,11 @@ def test_products_of_few_rows_with_weights_that_a_cache_holds_do_not_pay(rows, w
     assert bool(found) is saved
 
 
-@pytest.mark.parametrize("body", [attention, recurrent, row_by_row])
-def test_an_exported_gradient_of_any_number_of_rows(body):
+@pytest.mark.parametrize(
+    ("body", "options"),
+    [(attention, {}), (recurrent, {}), (row_by_row, {}), (recurrent, {"chunk": 5}), (recurrent, {"remat": "step"})],
+)
+def test_an_exported_gradient_of_any_number_of_rows(body, options):
     (rows,) = jax.export.symbolic_shape("rows")
     (params, init, xs), _ = given(body, 32)
     lengths = jnp.array([32, 10, 0, 5], jnp.int32)
@@ -201,7 +204,7 @@ def test_an_exported_gradient_of_any_number_of_rows(body):
     )
 
     def of(params, init, xs, lengths):
-        return total(masked, body, lengths)(params, init, xs)
+        return total(masked, body, lengths, **options)(params, init, xs)
 
     exported = jax.export.export(jax.jit(jax.grad(of)))(*shapes)
     expected = jax.grad(total(by_hand, body, lengths))(params, init, xs)

@@ -226,9 +226,11 @@ def reading(kept: PyTree, reads: PyTree) -> PyTree:
         return kept
     part = smooth_part(kept)
     smooth, others = part.split(kept)
+    if not smooth or not all(map(_is_plain, smooth)):
+        return kept
     state = sum(leaf.size for leaf in smooth)
-    large = [leaf for leaf in jax.tree.leaves(reads) if leaf.size > state and _is_plain(leaf)]
-    if not smooth or not large or not all(map(_is_plain, smooth)):
+    large = [leaf for leaf in jax.tree.leaves(reads) if _is_plain(leaf) and leaf.size > state]
+    if not large:
         return kept
 
     def same(smooth: list[Any], large: list[Any]) -> list[Any]:
@@ -240,8 +242,10 @@ def reading(kept: PyTree, reads: PyTree) -> PyTree:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf is an array of numbers, all of it on one device as far as its type says."""
-    return not (is_mutable(leaf) or is_key(leaf) or is_sharded(leaf) or varying_axes(jax.typeof(leaf)))
+    """Whether a leaf is an array of so many numbers, all of it on one device as far as its type says."""
+    if is_mutable(leaf) or is_key(leaf) or is_sharded(leaf) or varying_axes(jax.typeof(leaf)):
+        return False
+    return isinstance(leaf.size, int)  # it may be symbolic
 
 
 @jax.tree_util.register_static

@@ -354,7 +354,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
             shape = rows.values.shape
             if leaf.shape[: len(shape)] != shape:
                 raise TypeError(f"the scores are {describe_leaf(score)}, but a value is {describe_leaf(leaf)}")
-            return leaf.reshape(-1, *leaf.shape[len(shape) :])[place]
+            return leaf.reshape(flat.size, *leaf.shape[len(shape) :])[place]
 
         return flat[place], jax.tree.map(take, value)
 
