@@ -182,6 +182,8 @@ class Hoisted(NamedTuple):
         branches: whether it branches.
         products: whether it multiplies matrices.
         jaxpr: one step, open; None if nothing was traced.
+        returned: for each leaf of the state of before whether the step returns it as it is. Without rewriting such
+            leaves stay in the state.
     """
 
     loop: Loop
@@ -197,6 +199,7 @@ class Hoisted(NamedTuple):
     branches: bool = False
     products: bool = False
     jaxpr: Any = None
+    returned: tuple[bool, ...] = ()
 
     @property
     def traced(self) -> Traced:
@@ -260,7 +263,8 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         with weak_types_settled():
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, feed))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
-    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
+    returned = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
+    fixed = tuple(each and is_rewriting() for each in returned)
     unchanged, state = split(fixed, leaves)
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, feed)))
@@ -280,6 +284,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         branches=has_branches(jaxpr.jaxpr),
         products=holds(jaxpr.jaxpr, PRODUCTS),
         jaxpr=jaxpr.jaxpr,
+        returned=returned,
     )
 
 
@@ -428,7 +433,7 @@ def flatten_only(loop: Loop) -> Hoisted:
 def fixed_leaves(loop: Loop, changing: Sequence[bool] | None = None) -> tuple[bool, ...]:
     """For each leaf of a loop's state whether no step changes it, under `jax.disable_jit` too; see `hoist`."""
     with jax.disable_jit(False):
-        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).fixed
+        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).returned
 
 
 def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
@@ -444,7 +449,8 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     consts = given[0]
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
-    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
+    returned = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
+    fixed = tuple(each and is_rewriting() for each in returned)
     now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
     found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
     if found != (traced.fixed, traced.y, before, y_shapes):
@@ -494,7 +500,7 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     """Which leaves of the state, which follow `first` others, come back in their own place and change nowhere else."""
     given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
     pairs = zip(given, returned, changing, strict=True)
-    return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
+    return tuple(a is b and not other for a, b, other in pairs)
 
 
 def array_of(value: Any, aval: Any) -> Any:
