@@ -30,7 +30,15 @@ from .._loop.loop import Body, Feed, Loop, Memo, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split
-from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
+from .equations import (
+    PRODUCTS,
+    called_without_rule,
+    has_branches,
+    has_reverse_rule,
+    holds,
+    origins,
+    with_jaxprs,
+)
 
 
 def silenced(jaxpr: Any) -> Any:
@@ -182,8 +190,6 @@ class Hoisted(NamedTuple):
         branches: whether it branches.
         products: whether it multiplies matrices.
         jaxpr: one step, open; None if nothing was traced.
-        returned: for each leaf of the state of before whether the step returns it as it is. Without rewriting such
-            leaves stay in the state.
     """
 
     loop: Loop
@@ -199,7 +205,6 @@ class Hoisted(NamedTuple):
     branches: bool = False
     products: bool = False
     jaxpr: Any = None
-    returned: tuple[bool, ...] = ()
 
     @property
     def traced(self) -> Traced:
@@ -231,13 +236,28 @@ class Hoisted(NamedTuple):
         unchanged, _ = self.loop.consts
         return merge(self.fixed, unchanged, self.loop.state)
 
-    @property
-    def varying(self) -> list[bool]:
-        """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
+    def _step(self) -> tuple[Traced, int]:
+        """The step, and how many of the inputs of `jaxpr` are consts."""
         (_, inner), step = self.loop.consts, self.loop.step
         step, inner = (step.traced, inner[1]) if isinstance(step, Lifted) else (step, inner)
         assert isinstance(step, Traced)
-        same = len(jax.tree.leaves(inner))
+        return step, len(jax.tree.leaves(inner))
+
+    @property
+    def returned(self) -> tuple[bool, ...]:
+        """For each leaf of the state of before whether the step returns it as it is.
+
+        Such a leaf stays in the state without rewriting, and if a call returns it, as of a body under `jax.jit`.
+        """
+        step, first = self._step()
+        places = range(len(self.jaxpr.invars))
+        own, found = places[first:], origins(self.jaxpr, places, called_without_rule)
+        return tuple(a == b and not other for a, b, other in zip(own, found, step.changing, strict=False))
+
+    @property
+    def varying(self) -> list[bool]:
+        """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
+        step, same = self._step()
         fed = len(self.jaxpr.invars) - same - len(step.fixed)  # an option may have added to the state since
         return [*[False] * same, *(not fixed for fixed in step.fixed), *[True] * fed]
 
@@ -263,8 +283,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         with weak_types_settled():
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, feed))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
-    returned = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
-    fixed = tuple(each and is_rewriting() for each in returned)
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
     unchanged, state = split(fixed, leaves)
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, feed)))
@@ -284,7 +303,6 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         branches=has_branches(jaxpr.jaxpr),
         products=holds(jaxpr.jaxpr, PRODUCTS),
         jaxpr=jaxpr.jaxpr,
-        returned=returned,
     )
 
 
@@ -449,8 +467,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     consts = given[0]
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
-    returned = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
-    fixed = tuple(each and is_rewriting() for each in returned)
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
     now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
     found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
     if found != (traced.fixed, traced.y, before, y_shapes):
@@ -500,7 +517,7 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     """Which leaves of the state, which follow `first` others, come back in their own place and change nowhere else."""
     given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
     pairs = zip(given, returned, changing, strict=True)
-    return tuple(a is b and not other for a, b, other in pairs)
+    return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
 
 
 def array_of(value: Any, aval: Any) -> Any:

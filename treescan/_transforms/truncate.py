@@ -81,10 +81,9 @@ class Truncate:
 
 
 def _left_unchanged(loop: Loop) -> tuple[bool, ...]:
-    """For each leaf of a traced loop's state whether no step changes it: without rewriting, such leaves stay in it."""
-    trace = loop.trace
-    fixed = trace.fixed[len(trace.fixed) - len(trace.returned) :]  # an option may have put leaves before these
-    left: list[bool] = split(fixed, trace.returned)[1]
+    """For each leaf of a traced loop's state whether no step changes it, although it stayed there."""
+    returned, fixed = loop.trace.returned, loop.trace.fixed
+    left: list[bool] = split(fixed[len(fixed) - len(returned) :], returned)[1]  # an option may have put leaves before
     return (*(False for _ in range(len(loop.state) - len(left))), *left)
 
 
