@@ -205,6 +205,21 @@ def test_a_gradient_that_explodes_keeps_its_direction(dtype: Any, scale: float) 
     npt.assert_allclose(gradient, np.full(2, 0.5**0.5), rtol=1e-3)
 
 
+def test_half_precision_keeps_its_direction_too() -> None:
+    scale = jnp.array([6e4, 2e3], jnp.float16)
+    npt.assert_allclose(limited(jnp.ones(2, jnp.float16), scale), [0.99944, 0.03331], rtol=2e-3)
+
+
+def test_a_row_without_a_gradient_has_a_second_derivative() -> None:
+    def loss(h: jax.Array) -> jax.Array:
+        return jnp.sum(fold(lambda h, _: jnp.sin(h), clip_gradient(h, max_norm=1.0), length=2).tree[0] ** 3)
+
+    h = jnp.array([[0.5, 1.0], [0.5, 1.0]])
+    second = jax.grad(lambda h: jnp.sum(jax.grad(loss)(h) ** 2))(h)
+    assert np.all(np.asarray(second[0]) != 0)
+    npt.assert_array_equal(second[1], np.zeros(2, np.float32))
+
+
 def test_a_gradient_within_the_norm_is_the_same() -> None:
     npt.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.25)), np.full(2, 0.25, np.float32))
     npt.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.0)), np.zeros(2, np.float32))

@@ -135,6 +135,27 @@ def test_only_what_a_step_rounds_itself_may_be_rounded_in_two_ways(name):
     assert decides(jax.make_jaxpr(body)(np.arange(3.0, dtype=np.float32)).jaxpr) is decided
 
 
+def test_an_order_is_not_made_again():
+    """What is looked up by an order, or by bits, gets the gradient: here two entries differ by their rounding alone."""
+    data = Data(LARGEST)
+
+    def loss(tables, remat):
+        def step(h, x):
+            h = decisions.gru(data.w, h, x)
+            v = jnp.concatenate([(h + x) - x, h, (h - x) + x], -1)
+            bits = jax.lax.bitcast_convert_type(v[:, 0], jnp.int32)
+            places = jnp.argsort(v, -1)[:, 0], jax.lax.top_k(v, 2)[1][:, 1], bits % 48
+            return h, (places, [table[place] for table, place in zip(tables, places, strict=True)], jnp.sin(h))
+
+        (places, found, waves) = treescan.scan(step, data.h, data.xs, remat=remat)[1]
+        return sum(map(jnp.sum, found)) + waves.sum(), places
+
+    tables = [jnp.ones(48)] * 3
+    gradient = jax.jit(jax.grad(lambda tables: loss(tables, "step"), has_aux=True))
+    for table, places in zip(*gradient(tables), strict=True):
+        np.testing.assert_array_equal(table, np.bincount(np.ravel(places), minlength=48))
+
+
 @pytest.mark.parametrize("plan", ["remat='nested', save='last'", "remat=treescan.Remat('dots_saveable', segment=4)"])
 def test_no_step_is_left_over_by_itself(plan):
     """XLA would put it into the program around the loop, together with its derivative."""

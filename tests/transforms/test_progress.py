@@ -352,6 +352,11 @@ def test_a_callback_has_one_operand_however_many_values_are_shown():
     assert values == {"d": 0.1, "n": T, "l": 2**40}
 
 
+def test_paced_reports_in_64_bits():
+    with jax.enable_x64(True):
+        assert bars(lambda: treescan.scan(step, init(H), XS, progress=progress(None)))
+
+
 @pytest.mark.parametrize("updates", [10, None])
 def test_no_state_is_copied_for_an_update(updates):
     def copies(show):

@@ -44,10 +44,10 @@ def test_a_gradient_ends_where_its_stretch_does(verb, steps, size, reverse, rema
     assert of_init == of_xs[-1 if reverse else 0] / 2
 
 
-@pytest.mark.parametrize("way", ["traced", "rows", "disable_jit"])
+@pytest.mark.parametrize("way", ["traced", "rows", "disable_jit", "as written", "rows as written", "jit", "rows jit"])
 def test_weights_keep_their_whole_gradient(way):
     """That of a carry which no step changes counts every step, as of one that is closed over."""
-    verb = functools.partial(treescan.mask_scan, lengths=jnp.array([9, 7])) if way == "rows" else treescan.scan
+    verb = functools.partial(treescan.mask_scan, lengths=jnp.array([9, 7])) if "rows" in way else treescan.scan
 
     def through(carried, closed):
         def body(carry, x):
@@ -55,10 +55,11 @@ def test_weights_keep_their_whole_gradient(way):
             return {"h": h, "w": carry["w"]}, h
 
         init = {"h": array(2), "w": carried}
+        body = jax.jit(body) if "jit" in way.split() else body
         return jnp.sum(verb(body, init, array(9, 2, seed=1), truncate=3)[1])
 
     w = 1 + array(2, seed=2)
-    with jax.disable_jit(way == "disable_jit"):
+    with jax.disable_jit(way == "disable_jit"), treescan.rewriting("as written" not in way):
         carried, closed = jax.grad(through, (0, 1))(w, jnp.ones(2))
     np.testing.assert_allclose(carried * w, closed, rtol=1e-5)
 

@@ -138,6 +138,8 @@ def test_the_indices_of_traced_bounds(reverse):
     traced = jax.jit(functools.partial(digits, max_length=4))
     for bounds in ((2, 5), (1, 1), (3, 1), (-1, 3)):
         assert int(traced(*bounds)) == int(digits(*bounds))
+    total = jax.jit(lambda *bounds: fori(*bounds, lambda i, c: c + i, jnp.int32(0), reverse=reverse, max_length=400))
+    assert int(total(jnp.int8(-100), jnp.int16(250))) == sum(range(-100, 250))  # beyond the type of the first
     far = jnp.iinfo(jnp.int32)
     assert int(traced(far.min, far.max)) == int(traced(far.min, far.min + 4))
 

@@ -85,10 +85,19 @@ def interpret(
     return read(jaxpr.outvars)
 
 
-def origins(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+def origins(jaxpr: Any, given: Sequence[Any], into: Calls = called) -> list[Any]:
     """For each output of an open jaxpr what is given for the input that it is; None for one that is computed."""
     consts = [None] * len(jaxpr.constvars)
-    return interpret(jaxpr, consts, given, lambda equation, _: [None] * len(equation.outvars), lambda value, aval: None)
+
+    def computed(equation: Any, _: list[Any]) -> list[Any]:
+        return [None] * len(equation.outvars)
+
+    return interpret(jaxpr, consts, given, computed, lambda value, aval: None, into)
+
+
+def called_without_rule(equation: Any) -> tuple[Any, list[Any]] | None:
+    """As `called`, but for functions with a rule for their derivative."""
+    return None if equation.primitive.name in _CALLS_WITH_RULES else called(equation)
 
 
 def equations_within(jaxpr: Any) -> Iterator[Any]:

@@ -30,7 +30,15 @@ from .._loop.loop import Body, Feed, Loop, Memo, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split
-from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
+from .equations import (
+    PRODUCTS,
+    called_without_rule,
+    has_branches,
+    has_reverse_rule,
+    holds,
+    origins,
+    with_jaxprs,
+)
 
 
 def silenced(jaxpr: Any) -> Any:
@@ -228,13 +236,28 @@ class Hoisted(NamedTuple):
         unchanged, _ = self.loop.consts
         return merge(self.fixed, unchanged, self.loop.state)
 
-    @property
-    def varying(self) -> list[bool]:
-        """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
+    def _step(self) -> tuple[Traced, int]:
+        """The step, and how many of the inputs of `jaxpr` are consts."""
         (_, inner), step = self.loop.consts, self.loop.step
         step, inner = (step.traced, inner[1]) if isinstance(step, Lifted) else (step, inner)
         assert isinstance(step, Traced)
-        same = len(jax.tree.leaves(inner))
+        return step, len(jax.tree.leaves(inner))
+
+    @property
+    def returned(self) -> tuple[bool, ...]:
+        """For each leaf of the state of before whether the step returns it as it is.
+
+        Such a leaf stays in the state without rewriting, and if a call returns it, as of a body under `jax.jit`.
+        """
+        step, first = self._step()
+        places = range(len(self.jaxpr.invars))
+        own, found = places[first:], origins(self.jaxpr, places, called_without_rule)
+        return tuple(a == b and not other for a, b, other in zip(own, found, step.changing, strict=False))
+
+    @property
+    def varying(self) -> list[bool]:
+        """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
+        step, same = self._step()
         fed = len(self.jaxpr.invars) - same - len(step.fixed)  # an option may have added to the state since
         return [*[False] * same, *(not fixed for fixed in step.fixed), *[True] * fed]
 
@@ -428,7 +451,7 @@ def flatten_only(loop: Loop) -> Hoisted:
 def fixed_leaves(loop: Loop, changing: Sequence[bool] | None = None) -> tuple[bool, ...]:
     """For each leaf of a loop's state whether no step changes it, under `jax.disable_jit` too; see `hoist`."""
     with jax.disable_jit(False):
-        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).fixed
+        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).returned
 
 
 def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:

@@ -24,6 +24,8 @@ from .refuse import refuse_symbolic
 
 _ORDER = frozenset({"ge", "gt", "le", "lt"})
 _COMPARE = _ORDER | {"argmax", "argmin", "eq", "is_finite", "ne"}
+_RANK = frozenset({"approx_top_k", "sort", "top_k"})
+_CAST = frozenset({"bitcast_convert_type", "convert_element_type"})
 _JUMP = frozenset({"ceil", "floor", "round", "sign"})
 _CHOOSE = frozenset({"argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"})
 # fmt: off
@@ -63,12 +65,16 @@ class SaveDecisions:
 
 
 def is_decision(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """Whether a primitive makes something discrete of floating-point numbers: a bool, an int, a sign, whole numbers."""
+    """Whether a primitive makes something discrete of floating-point numbers: a bool, an int, a sign, whole numbers.
+
+    A sort does that if it sorts something else along, as it does for the order of the numbers and in its derivative.
+    """
     if not any(_has_kind(aval.dtype, jnp.inexact) for aval in avals):
         return False
-    if prim.name == "convert_element_type":
+    if prim.name in _CAST:
         return not _has_kind(params["new_dtype"], jnp.inexact)
-    return prim.name in _COMPARE or (prim.name in _JUMP and not _may_be_complex(prim, avals, params))
+    jumps = prim.name in _JUMP or (prim.name in _RANK and (prim.name != "sort" or len(avals) > 1))
+    return prim.name in _COMPARE or (jumps and not _may_be_complex(prim, avals, params))
 
 
 def chooses(jaxpr: Any) -> bool:

@@ -13,6 +13,7 @@ from .._avals import Array, LeafAxes, PyTree, describe_argument, exact_int
 from .._errors import Misuse
 from .._loop.loop import Feed, Loop, Step, is_untraced
 from .._trace.hoist import fixed_leaves, flattened, lifted, traced
+from .._tree import split
 from .rows.leaves import any_along, expand, select
 from .rows.resets import segments_in_time
 
@@ -24,18 +25,17 @@ class Truncated:
     Attributes:
         step: the inner step.
         axes: for each leaf where the shape of the flag starts; None: it has a flag that all rows share.
-        fixed: for each leaf whether no step changes it; None: none of them is such.
+        fixed: for each leaf whether no step changes it.
     """
 
     step: Step
     axes: LeafAxes
-    fixed: tuple[bool, ...] | None = None
+    fixed: tuple[bool, ...]
 
     def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        fixed = self.fixed or (False,) * len(state)
         leaves = [
             leaf if is_fixed or not jnp.issubdtype(leaf.dtype, jnp.inexact) else _cut(feed, leaf, axis)
-            for leaf, axis, is_fixed in zip(state, self.axes, fixed, strict=True)
+            for leaf, axis, is_fixed in zip(state, self.axes, self.fixed, strict=True)
         ]
         return self.step(consts, leaves, feed._replace(cut=None, cut_shared=None))
 
@@ -76,16 +76,24 @@ class Truncate:
             return truncate_rows(loop, self.size)
         if is_untraced(loop):
             return truncate(flattened(loop), self.size, fixed_leaves(loop))
-        return truncate(lifted(traced(loop)), self.size)
+        loop = lifted(traced(loop))
+        return truncate(loop, self.size, _left_unchanged(loop))
 
 
-def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Loop:
+def _left_unchanged(loop: Loop) -> tuple[bool, ...]:
+    """For each leaf of a traced loop's state whether no step changes it, although it stayed there."""
+    returned, fixed = loop.trace.returned, loop.trace.fixed
+    left: list[bool] = split(fixed[len(fixed) - len(returned) :], returned)[1]  # an option may have put leaves before
+    return (*(False for _ in range(len(loop.state) - len(left))), *left)
+
+
+def truncate(loop: Loop, size: int, fixed: tuple[bool, ...]) -> Loop:
     """Cuts the gradient at the positions that `size` divides, in reverse too.
 
     Args:
         loop: the loop, its state a list of leaves.
         size: the steps of a stretch.
-        fixed: for each leaf whether no step changes it; None: those have left the state.
+        fixed: for each leaf whether no step changes it.
     """
     position = jnp.arange(loop.length)
     position = position if loop.offset is None else loop.offset + position
@@ -108,7 +116,7 @@ def truncate_rows(loop: Loop, size: int) -> Loop:
     shared = None
     if None in axes:
         shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, ran, reverse=loop.reverse)
-    step = Truncated(loop.step, axes, None if unchanged is None else unchanged())
+    step = Truncated(loop.step, axes, _left_unchanged(loop) if unchanged is None else unchanged())
     return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut, cut_shared=shared))
 
 

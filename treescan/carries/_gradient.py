@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import Array, ArrayLike, PyTree
 from .._errors import named_options
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
-from ._buffer import inexact, own, strong
+from ._buffer import inexact, own, strong, widest
 from ._registry import adopt
 
 T = TypeVar("T")
@@ -37,14 +37,18 @@ def _limit_norm(value: Array, limit: ArrayLike) -> Array:
 
 
 def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
-    """Divides by the largest element before anything is squared: gradients that explode are what this is for."""
-    limit, most = jnp.asarray(limit), jnp.finfo(g.dtype).max / 16  # whose reciprocal is a normal number
-    finite = jnp.clip(g, -most, most)
-    largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True) if g.ndim else jnp.abs(finite)
+    """Divides by the largest element before anything is squared: gradients that explode are what this is for.
+
+    Half precision is computed in float32. The root is never that of 0, where it has no derivative.
+    """
+    wide = g.astype(widest(g.dtype))
+    limited, most = limit.astype(wide.dtype), jnp.finfo(wide.dtype).max / 16  # whose reciprocal is a normal number
+    finite = jnp.clip(wide, -most, most)
+    largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True, initial=0) if g.ndim else jnp.abs(finite)
     unit = finite / _or_one(largest)
-    norm = _or_one(jnp.linalg.norm(unit, axis=-1, keepdims=True) if g.ndim else jnp.abs(unit))
-    clipped = unit / norm * limit
-    return jnp.where(largest > limit / norm, clipped, g), jnp.zeros_like(limit)
+    norm = jnp.sqrt(_or_one(jnp.sum(unit * unit, axis=-1, keepdims=True))) if g.ndim else _or_one(jnp.abs(unit))
+    clipped = (unit / norm * limited).astype(g.dtype)
+    return jnp.where(largest > limited / norm, clipped, g), jnp.zeros_like(limit)
 
 
 def _or_one(x: Array) -> Array:

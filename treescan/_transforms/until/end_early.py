@@ -32,6 +32,15 @@ class Bounds(NamedTuple):
     lower: ArrayLike
     upper: ArrayLike
 
+    @property
+    def first(self) -> ArrayLike:
+        """The first index, in a type that holds all of them: `lower` may be of a smaller type than `upper`."""
+        lower, upper = self.lower, self.upper
+        if isinstance(lower, int) or jnp.result_type(lower).itemsize > 2:
+            return lower
+        largest = upper if isinstance(upper, int) else jnp.iinfo(jnp.result_type(upper)).max
+        return lower if largest <= jnp.iinfo(jnp.result_type(lower)).max else jnp.asarray(lower, jnp.int32)
+
     def steps(self, most: int) -> Array:
         """int32[]: upper - lower, between 0 and `most`."""
         lower, upper = (jnp.asarray(bound) for bound in self)
@@ -180,7 +189,7 @@ def _with_count(loop: Loop, bounds: Bounds | None, limit: Array) -> Loop:
         loop = dataclasses.replace(loop, xs=Feed(loop.xs.x))
         loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
     if bounds is not None:
-        loop = count_from(loop, bounds.lower + limit - 1 if loop.reverse else bounds.lower)
+        loop = count_from(loop, bounds.first + limit - 1 if loop.reverse else bounds.first)
     return loop
 
 
