@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import json
 import queue
 import threading
@@ -80,6 +81,9 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
             else "Pad the sequences instead, and pass `lengths`.",
         )
     if callable(source) and not _is_array(source):
+        if inspect.isgeneratorfunction(source):
+            cure = f"Call it: `{source.__name__}()` is an iterator over parts."
+            raise TypeMisuse("{call}: `source` is a function that makes an iterator.", cure)
         if length is None:
             raise Misuse(
                 "{call}: `source` is a function of (start, n), so the number of steps is unknown.",
@@ -272,10 +276,12 @@ def _from_text(text: str) -> Any:
 def steps_of(tree: PyTree, root: str) -> int:
     """The size of the first axis of all leaves."""
     leaves = leaves_with_path(root, tree)
-    strange = [(path, leaf) for path, leaf in leaves if not _is_array(leaf) and type_of(leaf) is None]
+    strange = [
+        (path, x) for path, x in leaves if type_of(x) is None and (not _is_array(x) or isinstance(x, np.ndarray))
+    ]
     for path, leaf in strange:
         raise TypeMisuse(
-            f"{{call}}: {path} is {describe_node(leaf)}, but must be an array.",
+            f"{{call}}: {path} is {describe_node(leaf)}, but must be an array of numbers.",
             "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n). To "
             'read a file part by part, pass `np.load(path, mmap_mode="r")`.',
         )
