@@ -155,6 +155,10 @@ class Cure(NamedTuple):
     leaf: str = ""
 
 
+_MOST = 40
+"""The rows that a table shows."""
+
+
 class Fault(Exception):
     """A cause without its context. Never leaves the package: `explain` turns it into `error`.
 
@@ -200,7 +204,9 @@ class Fault(Exception):
         for name, word in words.items():  # other braces stay, because they may be the user's
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
         headline = wrap(says, taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
-        parts = [headline, *([table(self.header, self.rows)] if self.rows else []), *map(indented, cures)]
+        rows = [*self.rows[:_MOST], Row(f"and {len(self.rows) - _MOST} more", "", "")]
+        rows = rows if len(self.rows) > _MOST + 1 else self.rows
+        parts = [headline, *([table(self.header, rows)] if rows else []), *map(indented, cures)]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
 
     def _weak_cures(self, init: Any) -> Iterator[tuple[str, str]]:

@@ -90,6 +90,9 @@ _ALSO_CALLED = {
     "key": ("rng", "rngs", "seed", "prng_key"),
     "progress": ("tqdm", "bar", "verbose"),
     "updates": ("every", "interval", "print_rate"),
+    "source": ("xs", "data", "dataset", "loader"),
+    "chunk": ("chunk_size", "batch_size", "steps"),
+    "on_part": ("callback", "on_chunk"),
     "capacity": ("size", "max_size"),
     "n": ("num_layers", "n_layers", "depth", "length"),
 }

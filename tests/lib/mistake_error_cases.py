@@ -112,6 +112,7 @@ case()(
     padded_in_while_scan=lambda one: while_scan(
         lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())}
     ),
+    padded_in_chunk_map=lambda one: treescan.chunk_map(lambda batch: batch.data, treescan.pad(sequences()), 2),
     packed_in_accumulate=lambda one: accumulate(add, one * jnp.ones(1), treescan.pack(sequences())),
     # options
     length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
@@ -130,6 +131,7 @@ case()(
     set_layer_twice=lambda one: treescan.set_layer({"b": one * XS}, 0, {"b": one}, i=1),
     init_layers_with_an_option_of_init=lambda one: treescan.init_layers(lambda key, width: one, KEY, 3, width=8),
     # What comes in place of xs, or of the body.
+    sequences_in_a_long_list=lambda one: scan(step, one, [jnp.ones(i % 3) for i in range(50)]),
     xs_is_a_length=lambda one: fold(add, one, 10),
     xs_is_a_length_of_while_scan=lambda one: while_scan(lambda carry: carry < 3, step, one, 10),
     xs_is_the_carry=lambda one: fold(add, XS, one),

@@ -57,6 +57,8 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
             f"Did you forget `treescan.stack`? `{root}` is one tree, and each {one} receives a slice of all {items} "
             f"items. If each item is a {one}, pass `treescan.stack({root})`."
         )
+        if convention.verb == "stream":
+            advice = f"`source` is one tree, a {kind} of {items}. If each item is a part, pass `iter(source)`."
         if not isinstance(error, TypeError | AttributeError) or not re.search(rf"\b{kind}\b", str(error)):
             error.add_note(advice)
             raise

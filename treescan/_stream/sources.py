@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._arguments import without_axis
 from .._avals import PyTree, describe_leaf, describe_node, is_key, is_weak, type_of
 from .._data.batch import Packed, Padded
 from .._errors import Fault, Misuse, Row, TypeMisuse
@@ -286,11 +287,14 @@ def steps_of(tree: PyTree, root: str) -> int:
             'read a file part by part, pass `np.load(path, mmap_mode="r")`.',
         )
     if not all(_has_axis(leaf) for _, leaf in leaves):
+        bare = without_axis(root, tree)
+        lists = [path for path, node in bare if isinstance(node, list | tuple)]
         parts = "A part holds `chunk` steps, not a single one: `treescan.stack` makes one of a list of steps. "
         raise Misuse(
             f"{{call}}: `{root}` has leaves without an axis of steps.",
             f"{parts * (root == 'x')}The first axis of every leaf is the steps.",
-            rows=[Row(path, "an axis of steps", describe_node(leaf)) for path, leaf in leaves if not _has_axis(leaf)],
+            *(f"Make an array of the numbers, `np.asarray({path})`." for path in lists[:1]),
+            rows=[Row(path, "an axis of steps", describe_node(node)) for path, node in bare],
         )
     sizes = {leaf.shape[0] for _, leaf in leaves}
     if not sizes:

@@ -194,7 +194,7 @@ def stream(
         10.0 [0.0, 1.0, 3.0, 6.0, 10.0]
     """
     try:
-        check_options(unknown, _ACCEPTED, _REFUSES)
+        check_options(unknown, _ACCEPTED | {"chunk", "on_part", "source"}, _REFUSES)
         expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
         donate = on_part is None if donate is None else donate
         options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
