@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -41,7 +41,7 @@ from ._errors import (
 from ._loop.loop import Body
 from ._text import advice
 from ._transforms.axes import check_axes, spread_axes
-from ._tree import leaves_with_path, same_structure
+from ._tree import is_static, leaves_with_path, same_structure
 from ._types import Axes, MaskOptions, UnkeyedOptions
 
 OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
@@ -184,6 +184,10 @@ def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) 
         "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it "
         "`in_axes=None`."
     )
+    if fault is Misuse and [path for path, _ in without] == [root]:
+        count = exact_int(xs)
+        cure = f"The first axis of {root} is the {{unit}}s. If this is the carry: {{init}} comes before {root}."
+        cure += f" If it is the number of {{unit}}s: pass `{{length}}={count}` in its place." if count else ""
     for path, node in without:
         if isinstance(node, list | tuple):
             cure = (
@@ -202,6 +206,25 @@ def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 
     nodes = leaves_with_path(root, tree, is_leaf=is_unit)
     return [(path, node) for path, node in nodes if is_unit(node) or not shape_of(node)]
+
+
+def refuse_unsliced(xs: PyTree, root: str = "xs") -> None:
+    """Refuses iterators, and arrays that JAX does not know (of texts, of torch): no step would have a slice of them."""
+
+    def is_unsliced(leaf: Any) -> bool:
+        return is_static(leaf) and (bool(getattr(leaf, "shape", ())) or isinstance(leaf, Iterator | range))
+
+    if any(map(is_unsliced, jax.tree.leaves(xs))):
+        raise TypeMisuse(
+            f"{{call}}: {root} has leaves that JAX cannot slice.",
+            "Each {unit} would receive the whole leaf. Make an array of its numbers, `jnp.asarray(...)`. What is not "
+            "numbers stays out: the {step} can close over it.",
+            rows=[
+                Row(path, "an array of numbers", f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}".rstrip())
+                for path, leaf in leaves_with_path(root, xs)
+                if is_unsliced(leaf)
+            ],
+        )
 
 
 def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:

@@ -12,7 +12,7 @@ import inspect
 import os
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -28,6 +28,7 @@ STEP_WORDS = {
     "step": "step",
     "init": "init",
     "unit": "step",
+    "length": "length",
     "the_carry": "the carry",
     "a_carry": "a carry",
     "xs": "xs",
@@ -41,9 +42,12 @@ STEP_WORDS = {
     "rows_of_x": "pass the lengths or the mask of exactly these rows. If the data lead with the batch instead of "
     "time, pass `time_axis=1`.",
     "all_rows": "",
+    "of_axes": "",
 }
+RAGGED_WORDS = {**STEP_WORDS, "of_axes": ", an option of `treescan.mask_scan`,"}
 WHILE_WORDS = {
     **STEP_WORDS,
+    "length": "max_length",
     "mask": "the condition",
     "rows_of_init": "the condition has other rows: let it return one bool for each row of `init`.",
     "rows_of_x": "the carry and the condition have other rows. If the data lead with the batch instead of time, pass "
@@ -151,6 +155,10 @@ class Cure(NamedTuple):
     leaf: str = ""
 
 
+_MOST = 40
+"""The rows that a table shows."""
+
+
 class Fault(Exception):
     """A cause without its context. Never leaves the package: `explain` turns it into `error`.
 
@@ -196,7 +204,9 @@ class Fault(Exception):
         for name, word in words.items():  # other braces stay, because they may be the user's
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
         headline = wrap(says, taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
-        parts = [headline, *([table(self.header, self.rows)] if self.rows else []), *map(indented, cures)]
+        rows = [*self.rows[:_MOST], Row(f"and {len(self.rows) - _MOST} more", "", "")]
+        rows = rows if len(self.rows) > _MOST + 1 else self.rows
+        parts = [headline, *([table(self.header, rows)] if rows else []), *map(indented, cures)]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
 
     def _weak_cures(self, init: Any) -> Iterator[tuple[str, str]]:
@@ -312,10 +322,11 @@ _VERBS: set[types.CodeType] = set()
 def verb(function: _F) -> _F:
     """Marks a public function whose frame stays in tracebacks: the one frame that a user sees of this package.
 
-    One that takes no `**options`, which it would check itself, is wrapped: see `named_options`.
+    One that takes no `**options`, which it would check itself, or needs an option, is wrapped: see `named_options`.
     """
-    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
-    shown = function if inspect.Parameter.VAR_KEYWORD in kinds else named_options(function)
+    known = inspect.signature(function).parameters.values()
+    checks = any(p.kind is p.VAR_KEYWORD for p in known)
+    shown = function if checks and not _needed(known) else named_options(function)
     code = getattr(shown, "__code__", None)
     assert isinstance(code, types.CodeType)
     _VERBS.add(code)
@@ -323,23 +334,57 @@ def verb(function: _F) -> _F:
 
 
 def named_options(function: _F) -> _F:
-    """Explains what a public function raises. A keyword that it does not have is refused, with the one that is meant.
+    """Explains what a public function raises. Arguments that it does not take are refused, with those that are meant.
 
     The frame of the function itself is taken out of tracebacks, as the wrapper has one too.
     """
-    options = inspect.signature(function).parameters.keys() - {"self"}
+    known = list(inspect.signature(function).parameters.values())
+    own = int(bool(known) and known[0].name == "self")
+    known = known[own:]
+    options = {f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in known if p.kind is not p.POSITIONAL_ONLY}
+    name = function.__qualname__.rsplit("<locals>.", 1)[-1].removesuffix(".__init__")
+    checks = any(p.kind is p.VAR_KEYWORD for p in known)  # the function itself checks its options
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            for name in kwargs.keys() - options:
-                raise Fault(ArgumentTypeError, f"{{verb}} has no option `{name}`.", advice(name, options))
+            for option in () if checks else kwargs.keys() - options:
+                raise TypeMisuse(f"{{verb}} has no option `{option}`.", advice(option, options))
             return function(*args, **kwargs)
         except Exception as error:
-            explained = explain(error, function.__qualname__.removesuffix(".__init__"))
+            trace = error.__traceback__
+            is_unfit = isinstance(error, TypeError) and trace is not None and trace.tb_next is None  # Python refused it
+            explained = explain(_unfit(known, name, len(args) - own, kwargs, error) if is_unfit else error, name)
         raise explained
 
     return cast("_F", call)
+
+
+def _needed(known: Iterable[inspect.Parameter]) -> list[str]:
+    """The options without a default."""
+    return [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+
+
+def _unfit(
+    known: Sequence[inspect.Parameter], name: str, given: int, kwargs: Mapping[str, Any], error: Exception
+) -> Fault:
+    """What is raised in place of Python's words where arguments do not fit the parameters of a public function."""
+    first = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    takes, options = ", ".join(p.name for p in first), [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+    if given > len(first):
+        cure = f"Did you mean `{options[0]}=...`?" if options else f"Call it as `{name}({takes})`."
+        by_name = ", and all options by name" if options else ""
+        return TypeMisuse(f"{{verb}} takes ({takes}) by position{by_name}.", _IN_ONE.get(name, cure))
+    missing = [p.name for p in first[given:] if p.default is p.empty and p.name not in kwargs]
+    missing += [option for option in _needed(known) if option not in kwargs]
+    says = f"needs {', '.join(f'`{each}`' for each in missing)}" if missing else str(error).partition("() ")[2]
+    call = [*(p.name for p in first), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
+    call += [f"{option}=..." for option in _needed(known)]
+    return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.")
+
+
+_IN_ONE = {name: f"Give one list: `{name}([first, second])`." for name in ("stack", "pad", "pack")}
+_IN_ONE["chunk_map"] = "Several inputs are one tree: `chunk_map(lambda both: f(*both), (xs, ys), chunk_size)`."
 
 
 def _without_inner_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:

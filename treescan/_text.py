@@ -90,7 +90,11 @@ _ALSO_CALLED = {
     "key": ("rng", "rngs", "seed", "prng_key"),
     "progress": ("tqdm", "bar", "verbose"),
     "updates": ("every", "interval", "print_rate"),
+    "source": ("xs", "data", "dataset", "loader"),
+    "chunk": ("chunk_size", "batch_size", "steps"),
+    "on_part": ("callback", "on_chunk"),
     "capacity": ("size", "max_size"),
+    "n": ("num_layers", "n_layers", "depth", "length"),
 }
 """What else the options are called: in other libraries, or for other functions of this one."""
 
@@ -100,6 +104,12 @@ def advice(name: str, options: Iterable[str]) -> str:
     known = list(options)
     near = [option for option in known if name in _ALSO_CALLED.get(option, ())]
     near = near or difflib.get_close_matches(name, known, 1)
+    if not near and "*args" in known:
+        return (
+            f"What goes on to another function is passed by position. Or bind it, `functools.partial(..., {name}=...)`."
+        )
+    if not known:
+        return "It takes none."
     return f"Did you mean `{near[0]}`?" if near else f"Its options are {', '.join(sorted(known))}."
 
 

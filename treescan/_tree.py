@@ -174,6 +174,8 @@ def is_static(leaf: Any) -> bool:
     """Whether a leaf is neither an array nor a scalar: such a leaf stays outside the loop."""
     if type(leaf) in _known_arrays:
         return False
+    if isinstance(leaf, np.ndarray):  # of texts, objects or dates?
+        return leaf.dtype.kind in "OSUMm"
     if not isinstance(leaf, _ARRAY_LIKE):
         try:
             jax.typeof(leaf)

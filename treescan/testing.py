@@ -11,7 +11,7 @@ import numpy as np
 
 from ._avals import Array, PyTree, describe_leaf, is_key
 from ._body.carry import agree, find_differences, holds
-from ._errors import ArgumentError, Row, is_jax_frame, shorten, walk_traceback
+from ._errors import ArgumentError, Row, expect, is_jax_frame, named_options, shorten, walk_traceback
 from ._text import table, wrap
 from ._trace.hoist import smooth_part
 from ._transforms.rows.axes import row_axes
@@ -20,6 +20,7 @@ from ._tree import leaves_with_path
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
+from .carries._buffer import checked_batch
 
 
 class _Trial(NamedTuple):
@@ -45,6 +46,7 @@ class _Trial(NamedTuple):
         return jax.tree.map(lambda leaf: leaf[steps], self.returned)
 
 
+@named_options
 def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tuple[int, ...] = ()) -> None:
     """Checks the laws that a custom carry must satisfy to work with every verb and every option.
 
@@ -60,6 +62,7 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
     Raises:
         AssertionError: if a law does not hold; it lists the leaves for each law. If a hook failed, it names the hook,
             its `valid` and the line, and the hook's exception is the cause.
+        ArgumentTypeError: if `carry` is no custom carry, or `batch` not a tuple of ints.
         ValueError: if `returned` has less than 3 steps.
 
     Examples:
@@ -68,7 +71,9 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
         >>> from treescan.testing import check_carry
         >>> check_carry(Ema(jnp.zeros(3), decay=0.9), jnp.ones((7, 3)), batch=(3,))
     """
-    returned = jax.tree.map(jnp.asarray, returned)
+    first = "The carry comes first, and what the body returns in all steps second: `check_carry(carry, returned)`."
+    expect(isinstance(carry, AbstractCarry), "carry", "a custom carry", carry, first)
+    batch, returned = checked_batch(batch), jax.tree.map(jnp.asarray, returned)
     leaves = jax.tree.leaves(returned)
     if any(leaf.ndim == 0 or leaf.shape[0] < 3 for leaf in leaves) or not leaves:
         raise ValueError("check_carry needs what a body returns in at least 3 steps, leaves [T, ...]")

@@ -169,7 +169,7 @@ def test_a_decay_is_traced_and_differentiated(decay, verb):
 
 def test_a_cast_keeps_dtypes():
     init = cast({"h": jnp.ones(2, jnp.bfloat16), "n": 0, "rng": keys(jax.random.key(0))})
-    final = fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
+    final = fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": c["n"] + jnp.int8(1), "rng": None}, init, XS)
     assert [leaf.dtype for leaf in jax.tree.leaves(final)][:2] == [jnp.bfloat16, jnp.int32]
     assert carry_of(final.tree["rng"], Keys).drawn == T
 
@@ -230,6 +230,7 @@ LOSSY: dict[str, tuple[Any, Any]] = {
     "best": (best(0), (0.5, 0.5)),
     "buffer": (buffer(0, 4), (0.5, True)),
     "sum": (sum_(), 1 + 1j),
+    "cast": (cast(0), 0.5),
     "ema": (ema(0.0, 0.9), 1j),
 }
 
@@ -253,10 +254,19 @@ def test_half_precision_moments_count_beyond_its_range() -> None:
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: moments(dtype=int), lambda: ema(5.0, 0.9, debias=True), lambda: buffer((), 3)]
+    "make",
+    [
+        lambda: moments(dtype=int),
+        lambda: ema(5.0, 0.9, debias=True),
+        lambda: ema(0.0, 1.5),
+        lambda: ema(0.0, 0.9j),
+        lambda: clip_gradient(1.0, -1.0),
+        lambda: clip_gradient(1.0, max_norm=jnp.nan),
+        lambda: buffer((), 3),
+    ],
 )
 def test_starts_that_cannot_be(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"floating-point|starts from 0|no leaves"):
+    with pytest.raises(ValueError, match=r"floating-point|starts from 0|no leaves|between 0 and 1|at least 0"):
         make()
 
 

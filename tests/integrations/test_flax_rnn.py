@@ -395,6 +395,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "clock": ({"cell": Clocked(H)}, {"seq_lengths": LENGTHS}, ArgumentError, r"carry\[\"t\"\] is int32\[\]"),
     "ragged": ({}, {"seq_lengths": [[1], [1, 2], 3]}, ArgumentTypeError, r"must be ints, got"),
     "split": ({"split_rngs": {"params": True}}, {}, BodyError, "values that must be the same in every step"),
+    "class": ({"cell": nn.SimpleCell}, {}, ArgumentTypeError, "Pass an instance"),
+    "list": ({}, {"inputs": [[1.0]]}, ArgumentError, "Give one array with at least 2 axes"),
+    "chunk": ({"chunk": "auto"}, {}, ArgumentTypeError, "`chunk` must be an int"),
     "own": ({"cell": Own(H), **OWN}, {"seq_lengths": LENGTHS}, ArgumentError, "Initialize without `seq_lengths`"),
 }
 

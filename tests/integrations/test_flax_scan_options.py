@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax.core import broadcast
 from flax_models import MODELS, XS, H, from_function, recurrent
 
-from treescan import ArgumentError, BodyError, CarryError
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
 from treescan.integrations.flax import scan
 
 KEY = jax.random.key(0)
@@ -131,3 +131,9 @@ def test_errors_of_classes_name_them() -> None:
 
     with pytest.raises(CarryError, match=r"^`\S*Narrowing`.* returned a carry"):
         recurrent(scan, Narrowing).init(KEY, H, XS)
+
+
+def test_an_option_that_is_misspelt_is_refused() -> None:
+    misspelt: Any = {"variables_broadcast": "params"}
+    with pytest.raises(ArgumentTypeError, match="Did you mean `variable_broadcast`"):
+        scan(nn.GRUCell, **misspelt)

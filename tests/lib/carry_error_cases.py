@@ -13,6 +13,7 @@ from error_cases import LENGTHS, ROWS, XS, case, named
 
 from treescan import accumulate, carries, fold, mask_scan, scan
 from treescan.carries import AbstractCarry, Ema, Sum, _registry, best, cast, ema, keys, register_carry, sum_
+from treescan.testing import check_carry
 
 
 def step(carry, x):
@@ -102,6 +103,11 @@ case()(
     plugin_without_hooks=lambda one: unregistered("Latch"),
     carry_of_the_value_seen=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
     carry_of_another_carry=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
+    carry_shared_text=lambda one: carries.sum_(one, shared="no"),
+    carry_debias_text=lambda one: ema(one, 0.9, debias="no"),
+    carry_decay_text=lambda one: ema(one, "0.9"),
+    check_carry_of_an_array=lambda one: check_carry(one, XS),
+    carry_of_no_class=lambda one: carries.carry_of(ema(one, 0.9), ema),
     write_tree_keys=lambda one: carries.write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
     # Hooks that fail.
     plugin_of_no_pytree=lambda one: scan(

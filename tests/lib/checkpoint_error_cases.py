@@ -36,6 +36,20 @@ def checkpoint_of_uneven_layers(one):
     return layers_from_state_dict(state, prefix="model.layers")
 
 
+class Half:
+    """An array of a type that NumPy does not know, as torch's bfloat16."""
+
+    shape = (3,)
+
+    def __array__(self, *args: Any, **options: Any) -> Any:
+        raise TypeError("Got unsupported ScalarType BFloat16")
+
+
+@case()
+def checkpoint_that_numpy_cannot_convert(one):
+    return layers_from_state_dict({"layers.0.w": one, "layers.1.w": Half()})
+
+
 TWO = [{"w": X}, {"w": X}]
 
 

@@ -57,6 +57,8 @@ case()(
     lift_axis_none=lambda one: lifted(one, variable_axes={"params": None}),
     lift_split_not_a_mapping=lambda one: lifted(one, split_rngs="dropout"),
     lift_hook_not_callable=lambda one: lifted(one, data_transform=3),
+    lift_called_without_a_carry=lambda one: lift(step)({}, {}),
+    lift_called_by_keyword=lambda one: lift(step)({}, {}, one, x=XS),
     lift_variables_not_a_dict=lambda one: lift(step)([W], {}, one, XS),
     lift_called_without_rngs=lambda one: lift(step)({}, one, XS),
     lift_of_a_function_that_makes_carries=lambda one: lifted(one, {"rng": {"seed": keys}}, variable_carry="rng"),

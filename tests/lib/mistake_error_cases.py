@@ -1,7 +1,7 @@
 """Cases of `test_errors.py` about what new users write first, and what the library can guess that they mean."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from treescan.carries import buffer
 
 ROWS = jnp.ones((5, 3))
 LENGTHS = np.array([5, 2, 1])
+KEY = jax.random.key(0)
 
 
 def step(carry, x):
@@ -35,6 +36,16 @@ def block(layer, x):
 
 def sequences() -> list[Any]:
     return [np.ones(3), np.ones(2)]
+
+
+class Pair(NamedTuple):
+    w: Any
+    b: Any
+
+
+class Cell:
+    def __call__(self, carry, x):
+        return carry + x, None
 
 
 def per_row(one):
@@ -101,6 +112,7 @@ case()(
     padded_in_while_scan=lambda one: while_scan(
         lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())}
     ),
+    padded_in_chunk_map=lambda one: treescan.chunk_map(lambda batch: batch.data, treescan.pad(sequences()), 2),
     packed_in_accumulate=lambda one: accumulate(add, one * jnp.ones(1), treescan.pack(sequences())),
     # options
     length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
@@ -112,6 +124,27 @@ case()(
     max_length_by_position=lambda one: while_scan(lambda carry: carry < 3, step, one, XS, 3),
     pad_fill=lambda one: treescan.pad(sequences(), fill=-1),
     stack_axis=lambda one: treescan.stack(layers_of(one), axis=1),
+    stack_by_position=lambda one: treescan.stack(*layers_of(one)),
+    chunk_map_by_position=lambda one: treescan.chunk_map(add, one * XS, XS, 2),
+    first_by_position=lambda one: treescan.first(treescan.pad(sequences()), ROWS, False),
+    unpack_without_ys=lambda one: treescan.unpack(treescan.pack(sequences())),
+    set_layer_twice=lambda one: treescan.set_layer({"b": one * XS}, 0, {"b": one}, i=1),
+    init_layers_with_an_option_of_init=lambda one: treescan.init_layers(lambda key, width: one, KEY, 3, width=8),
+    # What comes in place of xs, or of the body.
+    sequences_in_a_long_list=lambda one: scan(step, one, [jnp.ones(i % 3) for i in range(50)]),
+    xs_is_a_length=lambda one: fold(add, one, 10),
+    xs_is_a_length_of_while_scan=lambda one: while_scan(lambda carry: carry < 3, step, one, 10),
+    xs_is_the_carry=lambda one: fold(add, XS, one),
+    xs_of_texts=lambda one: scan(step, one, {"x": XS, "words": np.array(["a", "b", "c"])}),
+    layers_of_texts=lambda one: fold_layers(block, one * jnp.ones(4), {"w": np.array(["a", "b"])}),
+    xs_of_a_range=lambda one: scan(step, one, range(2), length=2),
+    stack_one_named_tuple=lambda one: treescan.stack(Pair(one, one)),
+    lengths_of_other_rows_in_fold=lambda one: fold(add, one * jnp.ones(3), ROWS, lengths=[5, 2]),
+    offset_beyond_int32=lambda one: scan(step, one, XS, offset=2**40),
+    remat_of_the_name_of_a_policy=lambda one: scan(step, one, XS, remat="dots_saveable"),
+    plan_remat_of_a_pair_as_text=lambda one: treescan.plan_remat(step, one, XS, remat="step", pair="no"),
+    carry_none_returned_by_a_method=lambda one: scan(lambda c, x: (c["seen"].append(x), None), {"seen": [one]}, XS),
+    body_is_a_class=lambda one: scan(Cell, one, XS),
     buffer_batch_int=lambda one: buffer(one, 8, batch=3),
     buffer_batch_str=lambda one: buffer(one, 8, batch="rows"),
     # The condition, rows, and what is returned.

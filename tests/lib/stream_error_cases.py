@@ -35,6 +35,10 @@ def parts(*sizes: int, kind: Any = np.float32) -> Iterator[Any]:
     return (np.zeros(size, kind) for size in sizes)
 
 
+def in_parts() -> Iterator[Any]:
+    yield XS
+
+
 @contextlib.contextmanager
 def in_a_new_folder() -> Iterator[None]:
     before = os.getcwd()
@@ -82,6 +86,10 @@ case(less=HOST)(
     stream_of_padded=lambda one: run(treescan.pad([XS, XS[:3]])),
     stream_of_packed=lambda one: run(treescan.pack([XS, XS[:3]], rows=2)),
     stream_lengths_beyond_the_source=lambda one: run(parts(5, 2), lengths=9),
+    stream_of_a_function_that_makes_an_iterator=lambda one: run(in_parts),
+    stream_list_of_numbers=lambda one: run([1.0, 2.0, 3.0]),
+    stream_xs=lambda one: stream(step, jnp.float32(0), xs=XS, chunk=5),
+    stream_without_chunk=lambda one: stream(step, jnp.float32(0), XS),
     stream_chunk_zero=lambda one: run(chunk=0),
     stream_prefetch_negative=lambda one: run(prefetch=-1),
     stream_remainder_of_a_number=lambda one: run(remainder=5),
@@ -98,6 +106,11 @@ case(less=HOST)(
     stream_checkpoint_every_zero=lambda one: run(checkpoint=Checkpoint("runs", every=0)),
     stream_checkpoint_keep_zero=lambda one: run(checkpoint=Checkpoint("runs", keep=0)),
 )
+
+
+@case(less=("disable_jit", *HOST))
+def stream_list_of_equal_parts(one):
+    return run([np.zeros(5), np.ones(5)])
 
 
 @case(less=HOST)

@@ -57,6 +57,8 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
             f"Did you forget `treescan.stack`? `{root}` is one tree, and each {one} receives a slice of all {items} "
             f"items. If each item is a {one}, pass `treescan.stack({root})`."
         )
+        if convention.verb == "stream":
+            advice = f"`source` is one tree, a {kind} of {items}. If each item is a part, pass `iter(source)`."
         if not isinstance(error, TypeError | AttributeError) or not re.search(rf"\b{kind}\b", str(error)):
             error.add_note(advice)
             raise
@@ -235,7 +237,7 @@ def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTr
         return parts[0], parts[1]
     name = convention.carry
     cure = f"Return the next {name} and this {{unit}}'s output: `return {name}, y`"
-    if _same_structure(carry, out) and out is not None:
+    if _same_structure(carry, out) and out is not None and not any(map(is_static, jtu.tree_leaves(out))):
         cure = (
             f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
             f"stack{convention.or_alone}"
@@ -315,4 +317,9 @@ def check_callable(function: Any, call: str) -> None:
         raise BodyFault(
             f"{{verb}} needs a function as its body, but got {describe_argument(function)}.",
             f"Pass the {{step}} function there: `treescan.{call}`.",
+        )
+    if isinstance(function, type) and any("__call__" in vars(kind) for kind in function.__mro__):
+        raise BodyFault(
+            f"{{verb}} got the class `{function.__name__}` as its body, whose instances can be called.",
+            f"Pass one of these: `{function.__name__}(...)`.",
         )

@@ -186,6 +186,10 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
     elif returned is None:
         kind = "returned none"
         cure = "the {step} returned None. Return an array of the type that was given, changed or not."
+        if children(given) is not None:
+            cure = "the {step} returned None, as methods such as `append` and `update` do. Return the whole of it."
+        elif is_static(given):
+            cure = "a leaf that is not an array must be the same in every {unit}. Return it unchanged."
     elif isinstance(given, tuple) and hasattr(given, "_replace"):
         kind = "named tuple"
         cure = f"build the same class in the {{step}} as in {{init}}, for example with `{leaf}._replace(...)`."

@@ -171,6 +171,9 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         ]
         if kind == "Padded" and convention.verb in ("fold", "accumulate"):
             cures.insert(0, f"Pass `{path}.data` in its place, and `lengths={path}.lengths`.")
+        if convention.verb == "chunk_map":
+            rows = "`in_axes=treescan.Padded(1, 0)`" if kind == "Padded" else f"`{path}.data`, with `in_axes=1`,"
+            cures = [f"The first axis of its data is the steps. {rows} cuts rows into chunks."]
         raise Misuse(
             f"{{call}}: {path} is a `{kind}`, but {{verb}} does not know its lengths, and would scan over them too.",
             *cures,

@@ -86,7 +86,7 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
     )
     if isinstance(layers, Mapping):
         cure = "If its values are the layers, stack these: `treescan.stack(layers.values())`."
-    is_list = isinstance(layers, Iterable) and not isinstance(layers, Mapping | str)
+    is_list = isinstance(layers, Iterable) and not isinstance(layers, Mapping | str) and not hasattr(layers, "_fields")
     expect(is_list, "layers", "a sequence of layers", layers, cure)
     listed = list(layers)
     if not listed:

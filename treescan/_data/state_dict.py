@@ -131,7 +131,14 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
 
 def _as_array(name: str, value: Any) -> Any:
     readable = hasattr(value, "shape") or isinstance(value, bool | int | float | complex)
-    array = np.asarray(value) if readable and not isinstance(value, jax.Array) else value
+    try:
+        array = np.asarray(value) if readable and not isinstance(value, jax.Array) else value
+    except Exception as error:  # of torch: bfloat16, or with a gradient
+        raise LayerFault(
+            f"{{verb}}: NumPy cannot convert `{name}`: {type(error).__name__}: {error}",
+            "Convert it before. A tensor of torch: `tensor.detach().float().numpy()`.",
+            cause=error,
+        ) from None
     if not readable or shape_of(array) is None:
         raise LayerFault(
             f"{{verb}}: `{name}` is not an array, but {describe_argument(value)}.",

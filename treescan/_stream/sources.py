@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import json
 import queue
 import threading
@@ -15,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._arguments import without_axis
 from .._avals import PyTree, describe_leaf, describe_node, is_key, is_weak, type_of
 from .._data.batch import Packed, Padded
 from .._errors import Fault, Misuse, Row, TypeMisuse
@@ -80,6 +82,9 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
             else "Pad the sequences instead, and pass `lengths`.",
         )
     if callable(source) and not _is_array(source):
+        if inspect.isgeneratorfunction(source):
+            cure = f"Call it: `{source.__name__}()` is an iterator over parts."
+            raise TypeMisuse("{call}: `source` is a function that makes an iterator.", cure)
         if length is None:
             raise Misuse(
                 "{call}: `source` is a function of (start, n), so the number of steps is unknown.",
@@ -272,19 +277,24 @@ def _from_text(text: str) -> Any:
 def steps_of(tree: PyTree, root: str) -> int:
     """The size of the first axis of all leaves."""
     leaves = leaves_with_path(root, tree)
-    strange = [(path, leaf) for path, leaf in leaves if not _is_array(leaf) and type_of(leaf) is None]
+    strange = [
+        (path, x) for path, x in leaves if type_of(x) is None and (not _is_array(x) or isinstance(x, np.ndarray))
+    ]
     for path, leaf in strange:
         raise TypeMisuse(
-            f"{{call}}: {path} is {describe_node(leaf)}, but must be an array.",
+            f"{{call}}: {path} is {describe_node(leaf)}, but must be an array of numbers.",
             "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n). To "
             'read a file part by part, pass `np.load(path, mmap_mode="r")`.',
         )
     if not all(_has_axis(leaf) for _, leaf in leaves):
+        bare = without_axis(root, tree)
+        lists = [path for path, node in bare if isinstance(node, list | tuple)]
         parts = "A part holds `chunk` steps, not a single one: `treescan.stack` makes one of a list of steps. "
         raise Misuse(
             f"{{call}}: `{root}` has leaves without an axis of steps.",
             f"{parts * (root == 'x')}The first axis of every leaf is the steps.",
-            rows=[Row(path, "an axis of steps", describe_node(leaf)) for path, leaf in leaves if not _has_axis(leaf)],
+            *(f"Make an array of the numbers, `np.asarray({path})`." for path in lists[:1]),
+            rows=[Row(path, "an axis of steps", describe_node(node)) for path, node in bare],
         )
     sizes = {leaf.shape[0] for _, leaf in leaves}
     if not sizes:

@@ -28,9 +28,9 @@ def check_offset(offset: Any, steps: int) -> Any:
     Raises:
         Fault: for an `ArgumentTypeError` if it is not one int, for an `ArgumentError` if it is known and out of range.
     """
-    dtype = dtype_of(offset)
+    dtype = None if type(offset) is int else dtype_of(offset)  # one beyond int32 has none
     is_int = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape_of(offset) == ()
-    expect(is_int, "offset", "an int", offset, _CURE)
+    expect(is_int or type(offset) is int, "offset", "an int", offset, _CURE)
     if isinstance(offset, Tracer) or not getattr(offset, "is_fully_addressable", True):
         return jnp.asarray(offset, jnp.int32)
     number, most = int(offset), 2**31 - 1 - (steps if isinstance(steps, int) else 0)

@@ -203,7 +203,8 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
         )
     plan = _PLANS.get(remat) if isinstance(remat, str) else remat
     if not isinstance(plan, Remat):
-        policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""
+        is_policy = callable(plan) or hasattr(jax.checkpoint_policies, str(remat))
+        policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if is_policy else ""
         raise Misuse(
             f"{{verb}} over {{body}}: `remat` must be {named}, a `treescan.Remat` or None, got "
             f"{describe_argument(remat)}.",

@@ -20,7 +20,7 @@ from .._transforms.in_chunks import InChunks, SumChunks
 from .._transforms.remat import Recompute, check_remat
 from .._tree import Prefix, leaves_with_path, same_structure
 from .._types import Axes, ChunkOptions, ProgressLike, RematLike, ValidMap, X, Y
-from .prepare import Prepared, body_of, prepare
+from .prepare import Prepared, body_of, prepare, refuse_batches
 
 
 @overload
@@ -96,6 +96,7 @@ def chunk_map(
         if isinstance(progress, Progress) and progress.show is not None:
             cure = "Leave it out, or call `treescan.fold`, whose carry is shown."
             raise Misuse("{call}: `show` of a `Progress` is given the carry, and {verb} has none.", cure)
+        refuse_batches(xs, in_axes, CHUNK_MAP)
         call = prepare(CHUNK_MAP, f, (), xs, measure=_entries, in_axes=in_axes, unroll=unroll, name=name, masked=True)
         return _run(call, min(size, call.call.length or size), out, None if plan is None else Recompute(plan), progress)
     except Exception as error:
@@ -117,7 +118,7 @@ def _entries(xs: PyTree, axes: LeafAxes | None) -> int:
     if scalars:
         raise Misuse(
             "{call}: xs has leaves without an axis to cut into chunks.",
-            "If all chunks share a leaf, give it None in `in_axes`.",
+            "If all chunks share a leaf, give it None in `in_axes`. If it is a list of numbers, make an array of it.",
             rows=scalars,
         )
     sizes = [leaf.shape[axis] for _, leaf, axis in named]

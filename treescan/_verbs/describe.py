@@ -14,7 +14,17 @@ from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
 from .._describe.plans import of_types
-from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
+from .._errors import (
+    LAYER_WORDS,
+    STEP_WORDS,
+    WHILE_WORDS,
+    Misuse,
+    TypeMisuse,
+    describe_body,
+    expect,
+    explain,
+    verb as public,
+)
 from .._progress import Progress
 from .._trace.hoist import hoist, is_smooth
 from .._transforms.budget import RematPlan, plan_of
@@ -93,6 +103,7 @@ def plan_remat(
         8 2 587776
     """
     try:
+        expect(isinstance(pair, bool), "pair", "True or False", pair, "It says whether the body returns a pair.")
         if layers is not None:
             if length is not None:
                 cure = "Leave it out: the stacks have the number of layers."

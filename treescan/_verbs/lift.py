@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -208,11 +207,14 @@ def lift(
     except Exception as error:
         failure = explain(error, "lift", fn)
     else:
-        return functools.partial(_run, step, collections, roles, metadata_fn)
+
+        def run(variables: Mapping[str, PyTree], rngs: Mapping[str, PyTree] | None, carry: PyTree, *args: Any) -> Any:
+            return _run(step, collections, roles, metadata_fn, variables, rngs, carry, *args)
+
+        return verb(run)
     raise failure
 
 
-@verb
 def _run(
     step: GroupStep,
     collections: CollectionRoles,

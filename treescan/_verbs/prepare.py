@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from .._arguments import check_key, check_keywords, check_length, check_run, infer_length, resolve_axes
+from .._arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_run,
+    infer_length,
+    refuse_unsliced,
+    resolve_axes,
+)
 from .._avals import Array, ArrayLike, LeafAxes, PyTree
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import FORI, Convention
@@ -276,6 +284,8 @@ def prepare(
     adopted = adopt(init)
     key = check_key(key)
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
+    if frozen_xs is not xs:
+        refuse_unsliced(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
     sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))

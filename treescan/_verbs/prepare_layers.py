@@ -16,6 +16,7 @@ from .._arguments import (
     check_run,
     needs_positional,
     no_axis,
+    refuse_unsliced,
     resolve_axes,
     with_axes,
 )
@@ -97,10 +98,14 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
         own = (None,) * count if xs is None else one_each(count, xs, "xs")
         own_axes = one_each(count, in_axes, "in_axes") if isinstance(in_axes, list | tuple) else (in_axes,) * count
     given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_shared, stacks)), tuple(map(freeze_static, own)))
+    frozen = any(map(operator.is_not, given, (*stacks, *own)))
+    if frozen:
+        roots = [f"{root}{name}" for root in ("layers", "xs") for name in names]
+        for root, tree in zip(roots, given, strict=True):
+            refuse_unsliced(tree, root)
     length = check_length(length)
     counts = tuple(_count(stack, f"layers{name}", length) for stack, name in zip(stacks, names, strict=True))
     _check_pattern(counts)
-    frozen = any(map(operator.is_not, given, (*stacks, *own)))
     axes = tuple(map(_check_own, stacks, own, own_axes, counts, names))
     stacks = tuple(remove_layer_axis(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
     return Stacks(stacks, own, counts, axes, sequence, frozen)

@@ -8,7 +8,7 @@ from typing import Any, Unpack, overload
 from .._arguments import check_options
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
-from .._errors import explain, in_own_words, verb
+from .._errors import RAGGED_WORDS, explain, in_own_words, verb
 from .._types import (
     Axes,
     Carry,
@@ -276,7 +276,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         check_options(options, _OF_FOLDS - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
         return returned(run_scan(FOLD, f, init, xs, length, **options), 0)
     except Exception as error:
-        explained = explain(in_own_words(error), "fold", f, init)
+        explained = explain(in_own_words(error), "fold", f, init, RAGGED_WORDS)
     raise explained
 
 
@@ -345,5 +345,5 @@ def accumulate(
         check_options(options, _OF_FOLDS, {})
         return returned(run_scan(ACCUMULATE, f, init, xs, length, **options), 1)
     except Exception as error:
-        explained = explain(in_own_words(error), "accumulate", f, init)
+        explained = explain(in_own_words(error), "accumulate", f, init, RAGGED_WORDS)
     raise explained

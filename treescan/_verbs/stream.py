@@ -12,7 +12,7 @@ import numpy as np
 from .._arguments import check_length, check_options, check_reverse
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import STREAM
-from .._errors import expect, expect_int, explain, verb
+from .._errors import RAGGED_WORDS, expect, expect_int, explain, verb
 from .._stream.run import Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
 from .._stream.sources import source_of
 from .._types import (
@@ -194,7 +194,7 @@ def stream(
         10.0 [0.0, 1.0, 3.0, 6.0, 10.0]
     """
     try:
-        check_options(unknown, _ACCEPTED, _REFUSES)
+        check_options(unknown, _ACCEPTED | {"chunk", "on_part", "source"}, _REFUSES)
         expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
         donate = on_part is None if donate is None else donate
         options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
@@ -223,7 +223,7 @@ def stream(
                     with run.noted(part):
                         on_part(part)
     except Exception as error:
-        explained = explain(error, "stream", f, init)
+        explained = explain(error, "stream", f, init, RAGGED_WORDS)
     raise explained
 
 
@@ -296,7 +296,7 @@ def stream_parts(
         run = _run_of(f, init, source, chunk, options=of_scan, **options)
         return _explained(run, f, init)
     except Exception as error:
-        explained = explain(error, "stream_parts", f, init)
+        explained = explain(error, "stream_parts", f, init, RAGGED_WORDS)
     raise explained
 
 
@@ -308,7 +308,7 @@ def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None
     try:
         return (yield from run.parts())
     except Exception as error:
-        explained = explain(error, "stream_parts", f, init)
+        explained = explain(error, "stream_parts", f, init, RAGGED_WORDS)
     raise explained
 
 

@@ -13,9 +13,9 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf, exact_int
-from .._errors import TypeMisuse, named_options
+from .._errors import TypeMisuse, expect, named_options
 from ._base import AbstractCarry, as_seen
-from ._buffer import entries, fitted, inexact, is_shared, strong, widest
+from ._buffer import entries, fitted, inexact, is_shared, made, strong, widest
 
 
 @jax.tree_util.register_dataclass
@@ -77,7 +77,7 @@ def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
         2.0
     """
     total = inexact(start)
-    return as_seen(Sum(total, jnp.zeros_like(total), shared))
+    return made(Sum(total, jnp.zeros_like(total), shared))
 
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | No
             others have rows; elsewhere than in rows the body returns a number for the former.
 
     Raises:
-        ValueError: if `debias` is given with a start other than 0.
+        ValueError: if `debias` is given with a start other than 0, or if the decay is not between 0 and 1.
 
     Returns:
         `Ema`, typed as the average that the body sees.
@@ -172,9 +172,13 @@ def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | No
     """
     value = jax.tree.map(inexact, start)
     leaves = jax.tree.leaves(value)
+    expect(isinstance(debias, bool), "debias", "True or False", debias, "True corrects the bias towards the start.")
     if debias and not any(isinstance(leaf, Tracer) for leaf in leaves) and any(jnp.any(leaf != 0) for leaf in leaves):
         raise ValueError("an average without bias starts from 0: `ema(0.0, decay, debias=True)`")
-    return as_seen(Ema(value, inexact(decay), jax.tree.map(jnp.zeros_like, value) if debias else None, shared))
+    kept = inexact(decay, "decay")
+    if jnp.iscomplexobj(kept) or not (isinstance(kept, Tracer) or np.all(np.abs(np.asarray(kept) - 0.5) <= 0.5)):
+        raise ValueError(f"a decay lies between 0 and 1, but got {decay}")
+    return made(Ema(value, kept, jax.tree.map(jnp.zeros_like, value) if debias else None, shared))
 
 
 @jax.tree_util.register_dataclass
@@ -291,7 +295,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
     if not jnp.issubdtype(mean.dtype, jnp.floating):
         raise ValueError(f"a mean is a floating-point number, but got dtype {mean.dtype}")
     count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
-    return as_seen(Moments(count, mean, jnp.zeros_like(mean), shared))
+    return made(Moments(count, mean, jnp.zeros_like(mean), shared))
 
 
 def _checked(shape: Any) -> tuple[int, ...]:

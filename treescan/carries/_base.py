@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import jax
 
 from .._avals import Array, PyTree, TreeDef, describe_node
-from .._errors import PluginFault, TypeMisuse, explain, named_options
+from .._errors import PluginFault, TypeMisuse, expect, explain, named_options
 
 Seen_co = TypeVar("Seen_co", covariant=True)
 Returned_contra = TypeVar("Returned_contra", contravariant=True)
@@ -124,6 +124,8 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
         >>> print(carry_of(final, Moments).mean)
         3.0
     """
+    cure = "It is the class, `carry_of(final, Ema)`, and comes second."
+    expect(isinstance(kind, type), "kind", "a class of carries", kind, cure)
     if isinstance(value, kind):
         return value
     cure = "Pass the part of the final carry that is at the place of the custom carry in `init`."

@@ -17,6 +17,8 @@ from .._errors import ArgumentTypeError, TracedArgumentError, TypeMisuse, expect
 from .._tree import same_structure
 from ._base import AbstractCarry, as_seen
 
+Seen = TypeVar("Seen")
+
 
 def strong(value: ArrayLike) -> Array:
     """A copy that is not weakly typed, so that the loop need not be traced again with its promoted type."""
@@ -35,9 +37,9 @@ def own(value: Any) -> Any:
         return value.copy()
 
 
-def inexact(value: ArrayLike) -> Array:
-    """A value as a floating-point array with a strong type."""
-    array = numbers(value)
+def inexact(value: ArrayLike, name: str = "") -> Array:
+    """A value as a floating-point array with a strong type; `name` is the parameter that it was given as."""
+    array = numbers(value, name)
     return strong(value if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float))
 
 
@@ -104,6 +106,14 @@ class Entries(NamedTuple):
 def is_shared(shared: bool | None, value: Array) -> bool:
     """Whether all rows share a value: if it is said, else if it has no axis that rows could be on."""
     return jnp.ndim(value) == 0 if shared is None else shared
+
+
+def made(carry: AbstractCarry[Seen, Any]) -> Seen:
+    """A carry, typed as what the body sees, once its `shared` is checked."""
+    shared: Any = getattr(carry, "shared", None)
+    cure = "True: all rows of a `mask_scan` share it. False: each has its own."
+    expect(shared is None or isinstance(shared, bool), "shared", "True, False or None", shared, cure)
+    return as_seen(carry)
 
 
 def entry(returned: ArrayLike, value: Array) -> Array:
@@ -246,7 +256,8 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         return None if is_shared(self.shared, self.count) else {"values": 1, "count": 0}
 
 
-def _checked_batch(batch: Any) -> tuple[int, ...]:
+def checked_batch(batch: Any) -> tuple[int, ...]:
+    """A batch shape."""
     sizes = [exact_int(size) for size in batch] if isinstance(batch, tuple | list) else [None]
     one, known = exact_int(batch), [size for size in sizes if size is not None and size >= 0]
     cure = "Give the batch shape, `batch=(rows,)`." if one is None else f"Did you mean `batch=({one},)`?"
@@ -284,7 +295,7 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
     """
     if not jax.tree.leaves(value):
         raise ValueError("a buffer holds values, but the one given for their types has no leaves")
-    batch = _checked_batch(batch)
+    batch = checked_batch(batch)
     capacity = expect_int(
         capacity,
         "capacity",
@@ -297,7 +308,7 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
     def room(leaf: Any) -> Array:
         return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), numbers(leaf).dtype)
 
-    return as_seen(Buffer(jax.tree.map(room, value), jnp.zeros(batch, jnp.int32), shared))
+    return made(Buffer(jax.tree.map(room, value), jnp.zeros(batch, jnp.int32), shared))
 
 
 @jax.tree_util.register_dataclass
@@ -410,4 +421,4 @@ def best(
     )
     expect(not callable(score), "score", "a number, or one for each row", score, first)
     start = _worst(mode) if score is None else numbers(score, "score")
-    return as_seen(Best(inexact(start), jax.tree.map(strong, value), mode, shared))
+    return made(Best(inexact(start), jax.tree.map(strong, value), mode, shared))

@@ -8,11 +8,13 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
 
 from .._avals import Array, ArrayLike, PyTree
 from .._errors import named_options
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
-from ._buffer import inexact, own, strong, widest
+from ._buffer import fitted, inexact, own, strong, widest
 from ._registry import adopt
 
 T = TypeVar("T")
@@ -113,7 +115,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
         `ClipGradient`, typed as the tree.
 
     Raises:
-        ValueError: unless exactly one of the limits is given.
+        ValueError: unless exactly one of the limits is given, at least 0.
 
     Examples:
         >>> import jax
@@ -129,7 +131,10 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     """
     if (limit is None) == (max_norm is None):
         raise ValueError("clip_gradient needs either `limit` or `max_norm`")
-    limits = (None if bound is None else inexact(bound) for bound in (limit, max_norm))
+    given = {"limit": limit, "max_norm": max_norm}
+    limits = [None if bound is None else inexact(bound, name) for name, bound in given.items()]
+    if not all(bound is None or isinstance(bound, Tracer) or np.all(np.asarray(bound) >= 0) for bound in limits):
+        raise ValueError(f"a limit is at least 0, but got {max_norm if limit is None else limit}")
     return as_seen(ClipGradient(jax.tree.map(own, adopt(tree, "tree").init), *limits))
 
 
@@ -185,7 +190,8 @@ def stop_gradient(tree: T) -> T:
 class Cast(AbstractCarry[Any, Any]):
     """Values that are cast back to their first dtypes in each step.
 
-    The body may return them in any dtype, for example after computing in bfloat16 with float32 weights.
+    The body may return them in another dtype, for example after computing in bfloat16 with float32 weights. What would
+    lose more than precision is refused: a float in place of an int.
 
     Attributes:
         tree: any pytree of arrays; custom carries may be in it.
@@ -201,7 +207,7 @@ class Cast(AbstractCarry[Any, Any]):
         """What was returned, in the dtypes of before."""
 
         def cast_back(old: Any, new: Any) -> Any:
-            return new if old is new else jnp.asarray(new).astype(jnp.result_type(old))
+            return new if old is new else fitted(jnp.asarray(new), old)
 
         return Cast(jax.tree.map(cast_back, self.tree, write_tree(self.tree, returned, valid)))
 
@@ -212,7 +218,7 @@ def cast(tree: float) -> Array: ...
 def cast(tree: T) -> T: ...
 @named_options
 def cast(tree: Any) -> Any:
-    """Carries values that keep their dtypes, whatever dtypes the body returns.
+    """Carries values that keep their dtypes, whatever floating-point dtypes the body returns.
 
     Args:
         tree: any pytree of arrays; custom carries may be in it.

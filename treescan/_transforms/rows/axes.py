@@ -141,8 +141,8 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
         raise Misuse(
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",
             *([other] if other else []),
-            f"`{option}` says where the batch shape starts in each leaf of {root} (0: it leads), and None marks a leaf "
-            "that all rows share.{all_rows}",
+            f"`{option}`{{of_axes}} says where the batch shape starts in each leaf of {root} (0: it leads), and None "
+            "marks a leaf that all rows share.{all_rows}",
             header=("leaf", "batch shape", "is"),
             rows=rows,
         )

@@ -102,8 +102,8 @@ def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False) -> 
             raise Misuse(f"{{call}}: `lengths` must be at least 0, {wrong}", cure)
         raise Misuse(
             f"{{call}}: `lengths` must lie between 0 and the {steps} steps, {wrong}",
-            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. If the data lead with the "
-            "batch instead, `mask_scan` takes `time_axis=1`.",
+            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. `time_axis` of `mask_scan` "
+            "says whether the steps (0) or the batch (1) lead.",
         )
     return lengths
 

@@ -17,10 +17,11 @@ from flax.core import FrozenDict, lift
 from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, intersect_filters, is_filter_empty
 from jax.core import Tracer
 
-from ..._avals import Array, ArrayLike, PyTree, describe_argument, dtype_of
+from ..._avals import Array, ArrayLike, PyTree, describe_argument, dtype_of, shape_of
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, Fault, explain
 from ..._loop.run import named_signature
 from ..._progress import shown_as
+from ..._transforms.rows.checks import check_chunk, check_compact
 from ..._tree import Root, leaves_with_path, named_roots
 from ..._types import FiniteCheck, ProgressLike, RematLike
 from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
@@ -82,6 +83,7 @@ def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_ax
     named, initializing = type(rnn.cell).__call__, rnn.is_initializing()
     try:
         refuse_report(rnn.check_finite)
+        check_chunk(rnn.chunk, check_compact(rnn.compact, keyed=False))
         into, out = axes_of(rnn.variable_axes)
     except Fault as error:
         raise explain(error, _NAME, named) from None
@@ -316,6 +318,12 @@ class RNN(nn.Module):
             CarryError: if the cell returns a carry of another structure, shape or dtype than it was given.
             NonFiniteError: if `check_finite` finds something.
         """
+        if not isinstance(self.cell, nn.Module) or not hasattr(self.cell, "num_feature_axes"):
+            raise refused(
+                f"{{verb}}: `cell` must be a `flax.linen.RNNCellBase`, got {describe_argument(self.cell)}.",
+                "Pass an instance: `RNN(nn.GRUCell(features))`.",
+                error=ArgumentTypeError,
+            )
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
@@ -342,13 +350,14 @@ def _apply_cell(cell: Any, carry: PyTree, x: Array) -> tuple[PyTree, PyTree]:
 
 def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple[int, ...]]:
     """Where the steps are, and the batch shape."""
-    batch_axes = jnp.ndim(inputs) - features - 1
+    shape = shape_of(inputs)
+    batch_axes = -1 if shape is None else len(shape) - features - 1
     if batch_axes < 0:
         order = "[T, *batch, *features]" if time_major else "[*batch, T, *features]"
         raise refused(
             f"{{verb}}: inputs must be {order}, with {features} axes of features for this cell, but are "
             f"{describe_argument(inputs)}.",
-            f"Give them at least {features + 1} axes.",
+            f"Give one array with at least {features + 1} axes.",
         )
     return (0, inputs.shape[1 : 1 + batch_axes]) if time_major else (batch_axes, inputs.shape[:batch_axes])
 

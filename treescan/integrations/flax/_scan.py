@@ -14,7 +14,7 @@ from flax.linen.transforms import lift_transform
 
 from ..._avals import PyTree, describe_node
 from ..._body.signature import LIFT
-from ..._errors import GROUP_WORDS, BodyFault, Fault, explain, verb
+from ..._errors import GROUP_WORDS, BodyFault, Fault, explain, named_options, verb
 from ..._types import FiniteCheck, ProgressLike, RematLike, Save
 from ..._verbs.groups import (
     Groups,
@@ -241,6 +241,7 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
     return scan
 
 
+@named_options
 def scan(
     target: Target,
     variable_axes: Mapping[Any, Any] = FrozenDict(),
