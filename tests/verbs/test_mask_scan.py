@@ -145,6 +145,24 @@ def test_a_batch_without_rows(carry_axes):
     assert ys.shape == (4, 0, 3)
 
 
+def test_leaves_without_elements_in_several_batch_axes():
+    lengths = jnp.array([[2, 0], [1, 3]])
+    final, ys = treescan.mask_scan(
+        lambda c, x: (c + x, c), jnp.ones((2, 2, 0)), jnp.ones((3, 2, 2, 0)), lengths=lengths
+    )
+    assert final.shape == (2, 2, 0) and ys.shape == (3, 2, 2, 0)
+
+
+@pytest.mark.parametrize("disable", [False, True])
+@pytest.mark.parametrize("options", [{"save": "last"}, {"fill": "hold", "reverse": True}])
+def test_an_output_without_rows_of_a_batch_without_rows(options, disable):
+    with jax.disable_jit(disable):
+        none = jnp.zeros((0, 3)), jnp.ones((4, 0, 3))
+        lengths = jnp.zeros(0, jnp.int32)
+        _, ys = treescan.mask_scan(lambda c, x: (c, 1.0), *none, lengths=lengths, y_axes=None, **options)
+    assert ys.shape == (() if "save" in options else (4,)) and not ys.any()
+
+
 @pytest.mark.parametrize(("option", "axis"), [("y_axes", 3), ("carry_axes", -1), ("x_axes", 2)])
 def test_axes_are_checked_for_a_single_row_too(option, axis):
     with pytest.raises(treescan.ArgumentError, match=option):

@@ -120,7 +120,8 @@ def hold_afterwards(
             return leaf
         steps, at = last, axis or 0
         if axis is None:
-            steps = (jnp.min if reverse else jnp.max)(last.reshape(last.shape[0], -1), axis=1)
+            reduce, none = (jnp.min, valid.shape[0]) if reverse else (jnp.max, -1)  # of no rows, too
+            steps = reduce(last, axis=tuple(range(1, last.ndim)), initial=none)
         steps = steps[part]
         picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), at) for step in steps])
         ever = (steps >= 0) & (steps < valid.shape[0])

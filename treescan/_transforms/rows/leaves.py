@@ -177,7 +177,7 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
         zero = np.zeros((), row.dtype)
         starts = [row if i == axis else zero for i in range(leaf.ndim)]
         return jax.lax.dynamic_slice(leaf, starts, (*head, 1, *tail))
-    flat = leaf.reshape((*head, -1, *tail))
+    flat = leaf.reshape((*head, math.prod(batch), *tail))
     return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
 
 
