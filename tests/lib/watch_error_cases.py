@@ -120,10 +120,13 @@ def progress_backward_of_a_pattern(one):
     return scan_layers(blocks, one, layers, progress=Progress(meter=Text(), backward=True))
 
 
-case()(
+case(less=("disable_jit",))(
     check_finite_report_that_is_traced=lambda one: jax.jit(
         lambda h: fold(lambda c, x: c + x, h, XS, check_finite="return")[1].check()
     )(one),
+)
+
+case()(
     check_finite_report_of_lift=lambda one: lift(step, check_finite="return")({}, {}, one, XS),
     progress_number=lambda one: scan(step, one, XS, progress=100),
     progress_label_of_a_number=lambda one: scan(step, one, XS, progress=Progress(3)),
