@@ -248,6 +248,8 @@ def _reducers() -> dict[str, Entry]:
         "cummax": of(lambda a: lax.cummax(a, 0), GRID),
         "cummin": of(lambda a: lax.cummin(a, 1), GRID),
         "top_k": of(lambda a: lax.top_k(a, 2), ROW),
+        "approx_top_k": of(lambda a: lax.approx_max_k(a, 2), ROW),
+        "bitcast_convert_type": of(lambda a: lax.bitcast_convert_type(a, f"int{8 * a.dtype.itemsize}"), ROW),
         "reduce_and": reduced(jnp.all, BOOL),
         "reduce_or": reduced(jnp.any, BOOL),
         "reduce_max": reduced(jnp.max, (*FLOATS, *INTEGERS)),

@@ -96,7 +96,7 @@ def origins(jaxpr: Any, given: Sequence[Any], into: Calls = called) -> list[Any]
 
 
 def called_without_rule(equation: Any) -> tuple[Any, list[Any]] | None:
-    """As `called`, but for functions with a rule for their derivative."""
+    """The jaxpr that an equation calls, and what that closes over; None for a function with a rule of its own."""
     return None if equation.primitive.name in _CALLS_WITH_RULES else called(equation)
 
 
