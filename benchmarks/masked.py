@@ -13,7 +13,7 @@ from jax import Array
 
 import treescan
 from benchmarks._by_hand import where_scan
-from benchmarks._harness import Comparison, Memory
+from benchmarks._harness import Comparison, Effort, Memory
 from benchmarks._lstm import Params, State, lstm, make_params, normal
 from benchmarks._torch_peer import Data, Torch, TorchProgram
 
@@ -37,6 +37,7 @@ SMALL = Size(512, 32, 64, 128)
 LARGE = Size(512, 64, 64, 256)
 TINY = Size(24, 4, 3, 5)
 SEQUENCES, FEW_SEQUENCES = 2000, 20  # in the data set that is packed
+EFFORT = Effort(seconds=4, min_blocks=9)  # so that all of it takes a quarter of an hour
 SLOW_BLOCKS = 5  # of torch's gradient at LARGE, which takes up to twelve seconds
 
 WHERE, FLAX, TORCH = "where by hand", "flax.linen.RNN", "torch, packed"
