@@ -536,9 +536,9 @@ class Reporter:
             for place, element in _elements(runs.shape):
                 total, device = rows[place].tolist()
                 runs[place] = NOBODY if device else RUNS.begin(self.site, _known(total), element)
-            return (
-                np.array([runs, NEVER if runs == NOBODY else -RUNS.first_due(self.site)], np.int32) if paced else runs
-            )
+            if not paced:
+                return runs
+            return np.array([runs, NEVER if runs == NOBODY else -RUNS.first_due(self.site)], np.int32)
 
         def call(numbers: Array, *probes: Array) -> Array:
             types = jax.ShapeDtypeStruct((2,) if paced else numbers.shape[:-1], jnp.int32)
