@@ -176,7 +176,9 @@ def test_a_decay_is_traced_and_differentiated(decay, verb):
 
 def test_a_cast_keeps_dtypes():
     init = cast({"h": jnp.ones(2, jnp.bfloat16), "n": 0, "rng": keys(jax.random.key(0))})
-    final = fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": (c["n"] + 1).astype(jnp.int8), "rng": None}, init, XS)
+    final = fold(
+        lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": (c["n"] + 1).astype(jnp.int8), "rng": None}, init, XS
+    )
     assert [leaf.dtype for leaf in jax.tree.leaves(final)][:2] == [jnp.bfloat16, jnp.int32]
     assert carry_of(final.tree["rng"], Keys).drawn == T
 
