@@ -212,7 +212,8 @@ def refuse_unsliced(xs: PyTree, root: str = "xs") -> None:
     """Refuses iterators, and arrays that JAX does not know (of texts, of torch): no step would have a slice of them."""
 
     def is_unsliced(leaf: Any) -> bool:
-        return is_static(leaf) and (bool(getattr(leaf, "shape", ())) or isinstance(leaf, Iterator | range))
+        shape = getattr(leaf, "shape", None)
+        return is_static(leaf) and ((isinstance(shape, tuple) and shape != ()) or isinstance(leaf, Iterator | range))
 
     if any(map(is_unsliced, jax.tree.leaves(xs))):
         raise TypeMisuse(

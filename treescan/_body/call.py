@@ -320,6 +320,6 @@ def check_callable(function: Any, call: str) -> None:
         )
     if isinstance(function, type) and any("__call__" in vars(kind) for kind in function.__mro__):
         raise BodyFault(
-            f"{{verb}} got the class `{function.__name__}` as its body, whose instances can be called.",
-            f"Pass one of these: `{function.__name__}(...)`.",
+            f"{{verb}} got the class `{function.__name__}` as its body.",
+            f"Pass an instance: `{function.__name__}(...)`.",
         )

@@ -155,7 +155,7 @@ def _scanning(
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """The function that scans."""
-    check_callable(f, "scan(step)")
+    check_callable(f, "integrations.nnx.scan(step)")
     refuse_report(options["check_finite"])
     _refuse_method(f)
     graph = _check_mode("graph", graph, "set_graph_mode")
