@@ -45,7 +45,8 @@ NUMBERS = {
     "steps of the shortest loop for auto": (r"Loops of fewer than (\d+) steps", {str(LEAST_STEPS)}, 1),
     "updates of a bar": (r"given \| at most (\d+) chunks|None: at most (\d+),", {str(MOST)}, 2),
     "parameters of lax.scan": (r"first (\w+) parameters", {WORDS[same_parameters()]}, 2),
-    "evaluations of nested": (r'"nested"` saves few carries, and evaluates each step (\w+) times', {WORDS[evaluations()]}, 1),
+    "evaluations of nested": (r'"nested"` saves few carries, and evaluates each step (\w+) times',
+                             {WORDS[evaluations()]}, 1),
     "the oldest JAX": (r"JAX ([\d.]+\d) or newer|jaxlib \| ([\d.]+) \|", {JAX}, 2),
     "Pythons": (r"Python \|? ?(3[\d., |orto]+3\.\d+)", {f"{PYTHONS[0]} {mid} {PYTHONS[-1]}" for mid in ("to", "|")}
                 | {", ".join(PYTHONS[:-1]) + f" or {PYTHONS[-1]}"}, 4),
