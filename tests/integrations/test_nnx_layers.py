@@ -89,7 +89,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize(
-    ("call", "disable"), [pytest.param(call, i % 2 == 1, id=name) for i, (name, call) in enumerate(VERBS.items())]
+    ("call", "disable"), [pytest.param(call, name.startswith("scan"), id=name) for name, call in VERBS.items()]
 )
 def test_changes_that_would_be_lost_are_refused(call: Any, disable: bool) -> None:
     with jax.disable_jit(disable), pytest.raises(BodyError) as caught:

@@ -95,6 +95,23 @@ def test_packed_sequences_are_cut_as_they_would_be_alone(reverse, holes):
     assert_close(whole, alone)
 
 
+def test_a_leaf_that_all_rows_share_counts_the_steps_in_which_any_row_is_valid():
+    """A row that begins later does not cut it."""
+    mask = np.array([[1, 0], [1, 1], [0, 0], [1, 1], [1, 1], [0, 1], [1, 0]], bool)
+
+    def of_all(xs):
+        body = lambda h, x, *, valid: leaky(h, jnp.sum(jnp.where(valid, x, 0.0)))  # noqa: E731
+        options = {"mask": mask, "carry_axes": None, "y_axes": None, "truncate": 2}
+        return jnp.sum(treescan.mask_scan(body, jnp.float32(0), xs, **options)[1])
+
+    def of_steps(xs):
+        return jnp.sum(treescan.scan(leaky, jnp.float32(0), xs, truncate=2)[1])
+
+    want = np.zeros(mask.shape, np.float32)
+    want[mask.any(1)] = jax.grad(of_steps)(jnp.ones(6))[:, None]
+    np.testing.assert_array_equal(jax.grad(of_all)(jnp.ones(mask.shape)), want * mask)
+
+
 def test_a_step_that_resets_keeps_the_gradient_of_init():
     """Also where it begins a stretch: it begins from `init`, and not from the carry that is cut."""
     xs, nothing = jnp.ones((6, 1)), jnp.zeros((6, 1), bool)

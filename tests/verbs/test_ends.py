@@ -106,7 +106,7 @@ GRID = all_pairs(list(itertools.product(OPTIONS, FROM, [False, True])))
 def test_each_sequence_ends_with_what_it_gives_alone(option, begin, reverse):
     derived = functools.partial(gradient, packed_run(begin, option, reverse))
     assert_close(jax.jit(derived)(GIVEN), expected(begin, reverse))
-    if option == "plain":
+    if (option, begin) == ("plain", "init"):
         with jax.disable_jit():
             assert_close(packed_run(begin, option, reverse)(GIVEN), expected(begin, reverse)[0])
 
