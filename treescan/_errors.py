@@ -204,8 +204,9 @@ class Fault(Exception):
         for name, word in words.items():  # other braces stay, because they may be the user's
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
         headline = wrap(says, taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
-        rows = [*self.rows[:_MOST], Row(f"and {len(self.rows) - _MOST} more", "", "")]
-        rows = rows if len(self.rows) > _MOST + 1 else self.rows
+        rows = list(self.rows)
+        if len(rows) > _MOST + 1:
+            rows[_MOST:] = [Row(f"and {len(rows) - _MOST} more", "", "")]
         parts = [headline, *([table(self.header, rows)] if rows else []), *map(indented, cures)]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
 

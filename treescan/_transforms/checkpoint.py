@@ -132,16 +132,13 @@ def _rounded(jaxpr: Any, given: list[bool]) -> list[bool] | None:
     for equation in jaxpr.eqns:
         flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
         inner = called(equation) if equation.primitive.name == "jit" else None
-        if inner is not None:
-            flags = _rounded(inner[0], flags)
-            if flags is None:
-                return None
-        else:
-            rounded = any(flags) or not _moves(equation)
-            if rounded and (_compares(equation) or _chooses(equation)):
-                return None
-            flags = [rounded] * len(equation.outvars)
-        found.update(var for var, flag in zip(equation.outvars, flags, strict=True) if flag)
+        rounded = any(flags) or not _moves(equation)
+        if inner is None and rounded and (_compares(equation) or _chooses(equation)):
+            return None
+        returned = [rounded] * len(equation.outvars) if inner is None else _rounded(inner[0], flags)
+        if returned is None:
+            return None
+        found.update(var for var, flag in zip(equation.outvars, returned, strict=True) if flag)
     return [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
 
 
