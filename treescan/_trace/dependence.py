@@ -18,8 +18,8 @@ from .hoist import Hoisted, zeros_like
 
 Flags = list[bool]
 
-_WITH_TANGENTS = frozenset({"custom_jvp_call"})
-"""Calls whose results may have the tangents of inputs that their values ignore, as a surrogate's gradient does."""
+_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+"""Calls whose results may have the derivatives of inputs that their values ignore, as a surrogate gradient does."""
 
 
 def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
@@ -42,7 +42,7 @@ def _of_equation(equation: Any, given: Flags) -> Flags:
         if rule is not None:
             return rule(equation, given)
         inner = called(equation)
-        if inner is not None and equation.primitive.name not in _WITH_TANGENTS:
+        if inner is not None and equation.primitive.name not in _WITH_RULES:
             return _outputs(inner[0], given)
     except (AttributeError, KeyError, ValueError):  # a release of JAX in which it looks otherwise
         pass
