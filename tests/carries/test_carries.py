@@ -264,11 +264,13 @@ def test_half_precision_moments_count_beyond_its_range() -> None:
         lambda: ema(0.0, 0.9j),
         lambda: clip_gradient(1.0, -1.0),
         lambda: clip_gradient(1.0, max_norm=jnp.nan),
+        lambda: clip_gradient({"z": 1j}, 1.0),
         lambda: buffer((), 3),
     ],
 )
 def test_starts_that_cannot_be(make: Any) -> None:
-    with pytest.raises(ValueError, match=r"floating-point|starts from 0|no leaves|between 0 and 1|at least 0"):
+    texts = r"floating-point|starts from 0|no leaves|between 0 and 1|at least 0|real numbers, got complex64\[\]"
+    with pytest.raises(ValueError, match=texts):
         make()
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import Array, ArrayLike, PyTree
+from .._avals import Array, ArrayLike, PyTree, describe_leaf, dtype_of
 from .._errors import named_options
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
 from ._buffer import fitted, inexact, own, strong, widest
@@ -115,7 +115,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
         `ClipGradient`, typed as the tree.
 
     Raises:
-        ValueError: unless exactly one of the limits is given, at least 0.
+        ValueError: unless exactly one of the limits is given, at least 0; or for complex numbers.
 
     Examples:
         >>> import jax
@@ -135,7 +135,11 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     limits = [None if bound is None else inexact(bound, name) for name, bound in given.items()]
     if not all(bound is None or isinstance(bound, Tracer) or np.all(np.asarray(bound) >= 0) for bound in limits):
         raise ValueError(f"a limit is at least 0, but got {max_norm if limit is None else limit}")
-    return as_seen(ClipGradient(jax.tree.map(own, adopt(tree, "tree").init), *limits))
+    values = adopt(tree, "tree").init
+    for leaf in jax.tree.leaves(values):
+        if jnp.issubdtype(dtype_of(leaf), jnp.complexfloating):
+            raise ValueError(f"clip_gradient limits real numbers, got {describe_leaf(leaf)}; carry the two parts instead")
+    return as_seen(ClipGradient(jax.tree.map(own, values), *limits))
 
 
 @jax.tree_util.register_dataclass
