@@ -19,7 +19,7 @@ from scripts import script
 
 what_works = script("what_works")
 DATA = json.loads(what_works.DATA.read_text())
-SHARE = 128  # one cell in so many is for every day
+SHARE = 200  # one cell in so many is for every day
 ALWAYS = (  # options whose code meets are for every day too
     Cell("scan", ("truncate", "offset"), table.PAIRED),
     Cell("mask_scan", ("truncate", "offset"), table.PAIRED),
