@@ -41,8 +41,20 @@ def keeps_rows_apart(jaxpr: Any, given: LeafAxes, returned: LeafAxes, rows: int)
     """
     if rows == 1 and None not in returned:  # nothing else is to be known, but that padding does no harm
         return all(each.primitive.name in _HARMLESS for each in equations_within(jaxpr))
+    known = rows_within(jaxpr, given, rows)
+    if known is None:
+        return False
+    found = _axes_of(jaxpr.outvars, known)
+    return all(axis in (None, wanted) for axis, wanted in zip(found, returned, strict=True))
+
+
+def rows_within(jaxpr: Any, given: Sequence[int | None], rows: int) -> dict[Any, int] | None:
+    """The axis of the rows in each variable of an open jaxpr that has any, or None if rows may meet in it.
+
+    The other variables are the same for all rows. `given` and `rows` are those of `keeps_rows_apart`.
+    """
     try:
-        found = _outputs(jaxpr, given, rows)
+        return _follow(jaxpr, given, rows)
     except (
         _Unproven,
         AttributeError,
@@ -51,27 +63,30 @@ def keeps_rows_apart(jaxpr: Any, given: LeafAxes, returned: LeafAxes, rows: int)
         TypeError,
         ValueError,
     ):  # or a release of JAX in which a primitive looks otherwise
-        return False
-    return all(axis in (None, wanted) for axis, wanted in zip(found, returned, strict=True))
+        return None
+
+
+def _axes_of(atoms: Sequence[Any], known: dict[Any, int]) -> _Axes:
+    return [None if hasattr(atom, "val") else known.get(atom) for atom in atoms]
 
 
 def _outputs(jaxpr: Any, given: Sequence[int | None], rows: int) -> _Axes:
+    return _axes_of(jaxpr.outvars, _follow(jaxpr, given, rows))
+
+
+def _follow(jaxpr: Any, given: Sequence[int | None], rows: int) -> dict[Any, int]:
     known: dict[Any, int] = {var: axis for var, axis in zip(jaxpr.invars, given, strict=True) if axis is not None}
     numbers = _RowNumbers(rows)
-
-    def axes_of(atoms: Sequence[Any]) -> _Axes:
-        return [None if hasattr(atom, "val") else known.get(atom) for atom in atoms]
-
     for equation in jaxpr.eqns:
         numbers.follow(equation)
-        axes = axes_of(equation.invars)
+        axes = _axes_of(equation.invars, known)
         if all(axis is None for axis in axes):
             continue
         for var, axis in zip(equation.outvars, _of_equation(equation, axes, rows, numbers), strict=True):
             if axis is not None:
                 _require(var.aval.shape[axis] == rows)
                 known[var] = axis
-    return axes_of(jaxpr.outvars)
+    return known
 
 
 class _RowNumbers:

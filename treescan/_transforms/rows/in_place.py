@@ -79,7 +79,9 @@ class InPlace:
             if self.saves and len(levels) == 1:
                 whole = primals[0].put_into(stacked.having(step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
-                    return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
+                    return push_forward(
+                        whole, levels[0].size, self._outputs(whole), tangents[0], apart=self.drops_stand_ins
+                    )
 
             def stack(given: _Given) -> Result:
                 return run_keeping(given.put_into(stacked), levels, keeps)

@@ -26,6 +26,7 @@ from ..._tree import Prefix, map_leaves
 from ..checkpoint import decides
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
+from .guarded import guard
 from .leaves import (
     RowMask,
     any_of,
@@ -171,6 +172,7 @@ class Masked:
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
         stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
+        guards: whether these, and the consts, then have no tangents in padded rows; see `guarded`.
         branches: whether the step runs in a branch that is only taken where some row is valid.
         decides: whether the body compares what it computes, or chooses among it: what is selected for it is `written`
             first, so that XLA compiles the body as it would without the mask.
@@ -184,6 +186,7 @@ class Masked:
     y_axes: Prefix
     fill: Prefix
     stands_in: bool = True
+    guards: bool = False
     branches: bool = False
     decides: bool = False
     masks: bool = True
@@ -204,6 +207,12 @@ class Masked:
                 consts = jax.tree.unflatten(structure, leaves)
             shown_x = self._show(mask, x, good.x, self.x_axes)
             feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
+        elif self.guards:
+            consts, shown, x = (
+                map_leaves(lambda leaf, axis: guard(valid, leaf, axis), tree, axes)
+                for tree, axes in ((consts, self.const_axes), (state, self.carry_axes), (feed.x, self.x_axes))
+            )
+            feed = feed._replace(x=x)
         returned, y = self.step(consts, shown, feed)
         kept = [
             old if new is seen else mask.select(new, old, axis)

@@ -12,6 +12,7 @@ reverse mode runs our loop, and all other transformations are JAX's own, derivat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -29,12 +30,15 @@ from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.cost import count_saved_bytes
 from ..._trace.dependence import dependent
-from ..._trace.equations import needed, variables_of
+from ..._trace.equations import needed, origins, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
-from ..._tree import Part, merge, split
+from ..._trace.independence import rows_within
+from ..._tree import Part, map_leaves, merge, split
 from ..remat import saves_steps
-from .leaves import Schedule, select_valid
-from .mask import GoodPair
+from .axes import RowAxes
+from .guarded import Guarded
+from .leaves import RowMask, Schedule, select_valid
+from .mask import GoodPair, masked_step
 from .writing import Result, write_chunks
 
 Arrays = list[Any]
@@ -101,6 +105,25 @@ class Record:
         return out[: self.states], out[self.states :]
 
 
+@dataclass(frozen=True, eq=False)
+class ShowsGood:
+    """A record of values of padded rows, which shows these rows a good pair instead, as a derivative of it must.
+
+    Attributes:
+        record: the step.
+        axes: where the rows are.
+    """
+
+    record: Record
+    axes: RowAxes
+
+    def __call__(self, consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
+        mask, good = RowMask(feed.valid), consts[0]
+        shown = list(map(mask.select, state, good.state, self.axes.state))
+        new, outputs = self.record(consts, shown, feed._replace(x=map_leaves(mask.select, feed.x, good.x, self.axes.x)))
+        return list(map(mask.select, new, state, self.axes.state)), outputs
+
+
 class Where(NamedTuple):
     """Where a leaf of a step's derivative is: which of what is saved, fed, made of that, or the same in all steps."""
 
@@ -127,7 +150,11 @@ class Push:
     reads: int
 
     def at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
+        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other."""
+        return jax.tree.unflatten(self.structure, self.read(same, saved, fed))
+
+    def read(self, same: Arrays, saved: Arrays, fed: Arrays) -> Arrays:
+        """The leaves of a step's derivative.
 
         Args:
             same: what it needs that is the same in all steps, the consts at the end.
@@ -137,7 +164,7 @@ class Push:
         states = len(self.making.invars) - len(fed)
         given = [*same[len(same) - self.reads :], *[None] * (states - self.reads), *fed]
         found = {"saved": saved, "fed": fed, "same": same, "made": eval_jaxpr(self.making, self.consts, *given)}
-        return jax.tree.unflatten(self.structure, [found[kind][place] for kind, place in self.where])
+        return [found[kind][place] for kind, place in self.where]
 
 
 class Linearized(NamedTuple):
@@ -150,6 +177,9 @@ class Linearized(NamedTuple):
         saved: the types of what it needs of each step.
         state: which leaves of the state have a tangent.
         y: which leaves of y have one.
+        read: the variables of the record that the tangent reads.
+        on: which leaves of consts, state and x have a tangent.
+        guarded: the tangent where padded rows are shown their own values; None: they are shown others.
     """
 
     record: Record
@@ -158,6 +188,51 @@ class Linearized(NamedTuple):
     saved: list[Any]
     state: tuple[bool, ...]
     y: tuple[bool, ...]
+    read: list[Any]
+    on: tuple[bool, ...]
+    guarded: Guarded | None = None
+
+    def push_at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
+        """The tangent of a step as `Push.at` has it, free of what padded rows are shown."""
+        if self.guarded is None:
+            return self.push.at(same, saved, fed)
+        finite = self.guarded.finite(fed[-1], self.push.read(same, saved, fed))
+        return jax.tree.unflatten(self.push.structure, finite)
+
+    def to_transpose(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
+        """The same, for a use in which nothing is known but its transpose."""
+        if self.guarded is None:
+            return self.push.at(same, saved, fed)
+        return self.guarded.cut(fed[-1], self.push.read(same, saved, fed))
+
+
+def linearize_guarded(loop: Loop, part: Part) -> Linearized:
+    """What `linearize` finds where padded rows are shown their own values.
+
+    Raises:
+        Unproven: if these may reach a derivative.
+    """
+    axes, xs, consts = loop.rows.axes, loop.xs, loop.consts
+    if not (isinstance(consts, tuple) and isinstance(consts[0], GoodPair)) or consts[0].consts:
+        raise Unproven("rows share what changes")
+    if len(consts[0].state) != len(jax.tree.leaves(loop.state)):
+        raise Unproven("an option has added to the state")
+    if any(flags is not None for flags in (xs.reset, xs.cut, xs.cut_shared, xs.end)):
+        raise Unproven("an option changes what padded rows are shown")
+    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
+    found = linearize(loop.having(step=masked_step(loop.step, stands_in=False, guards=True)), part)
+    given, rows = (*axes.consts, *axes.state, *axes.x, *others, 0), xs.valid.shape[1]
+    known = rows_within(found.record.jaxpr, given, rows)
+    if known is None:
+        raise Unproven("rows may meet in the step")
+    places = tuple(None if hasattr(var, "val") else known.get(var) for var in found.read)
+    types = [var.aval for var in split(found.on, found.record.jaxpr.invars)[0]]
+
+    def push(read: Arrays, *tangents: Array) -> Arrays:
+        return list(jax.tree.unflatten(found.push.structure, read)(*tangents))
+
+    read = [var.aval for var in found.read]
+    return found._replace(guarded=Guarded.of(push, read, places, (types, split(found.on, given)[0]), rows))
 
 
 def linearize(loop: Loop, part: Part) -> Linearized:
@@ -214,7 +289,9 @@ def _parted(
     fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
     selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
     saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
-    for var in jaxpr.outvars[count:]:
+    known = zip(origins(jaxpr, jaxpr.invars)[count:], jaxpr.outvars[count:], strict=True)
+    read = [var if origin is None else origin for origin, var in known]
+    for var in read:
         if hasattr(var, "val") or var not in varying:
             same.append(var)
             where.append(Where("same", len(same) - 1))
@@ -235,6 +312,8 @@ def _parted(
         [var.aval for var in saved],
         on[first:last],
         y_on,
+        read,
+        on,
     )
 
 
@@ -282,7 +361,7 @@ def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
     return run_chunked(dataclasses.replace(loop, step=step, xs=xs), (level,))
 
 
-def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
+def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: bool) -> tuple[Any, Any]:
     """The results of a loop and their tangents. What these need of each step is saved.
 
     Args:
@@ -290,6 +369,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         size: the steps of a chunk.
         idle: the outputs of steps that are not run, `[T, ...]`.
         tangents: those of (consts, state, xs).
+        apart: whether rows are known to be independent.
 
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
@@ -300,13 +380,20 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     given = loop.consts, loop.state, fed
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
         raise Unproven("arrays are spread over devices")
-    if is_small_x(loop):
-        loop, tangents = with_good_x(loop, tangents)
-        fed, given = loop.xs._replace(schedule=None), (loop.consts, loop.state, loop.xs._replace(schedule=None))
-    d_consts, d_state, d_fed = tangents
-    part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
-    found = linearize(dataclasses.replace(loop, xs=fed), part)
+    found = None
+    if apart:
+        part, d_on = nonzero_part(given, (*tangents[:2], tangents[2]._replace(schedule=None)))
+        try:
+            found = linearize_guarded(dataclasses.replace(loop, xs=fed), part)
+        except Unproven: pass
+    if found is None:
+        if is_small_x(loop):
+            loop, tangents = with_good_x(loop, tangents)
+            fed, given = loop.xs._replace(schedule=None), (loop.consts, loop.state, loop.xs._replace(schedule=None))
+        part, d_on = nonzero_part(given, (*tangents[:2], tangents[2]._replace(schedule=None)))
+        found = linearize(dataclasses.replace(loop, xs=fed), part)
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
+    axes = loop.rows.axes
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = fed._replace(schedule=schedule)
@@ -321,7 +408,9 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         schedule = primals[-1]
 
         def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
-            return stack_chunks(recording(consts, state, fed, schedule), size, outputs)
+            loop = recording(consts, state, fed, schedule)
+            loop = loop if found.guarded is None else loop.having(step=ShowsGood(record, axes))
+            return stack_chunks(loop, size, outputs)
 
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
 
@@ -370,13 +459,13 @@ def _solve(
     bare: Loop, found: Linearized, tangents: _In, read: tuple[Arrays, Arrays], schedule: Schedule, size: int
 ) -> _Out:
     """What goes out of a linear loop, given what goes in. `read` is what its steps have saved, and were fed."""
-    push, outputs = found.push, found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
+    outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
     zeros = [_zeros(bare, var.aval) for var in split(found.y, outputs)[0]]
 
     def run_push(given: _In) -> _Out:
         def step(consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
             (same, d_consts), (saved, fed, d_x) = consts, feed.x
-            out = push.at(same, saved, fed)(*d_consts, *state, *d_x)
+            out = found.push_at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
         xs, consts = Feed((*read, given.xs), schedule=schedule), (found.same, given.consts)
@@ -386,7 +475,7 @@ def _solve(
     def pull(cotangents: _Out) -> _In:
         def step(same: Arrays, carried: Any, feed: Feed) -> tuple[Any, Arrays]:
             (d_consts, d_state), (saved, fed, d_y) = carried, feed.x
-            back = jax.linear_transpose(push.at(same, saved, fed), *types)([*d_state, *d_y])
+            back = jax.linear_transpose(found.to_transpose(same, saved, fed), *types)([*d_state, *d_y])
             more, d_state, d_x = (list(back[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
             return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
 

@@ -1,0 +1,175 @@
+"""Derivatives of a masked step whose padded rows see their own values, which may be NaN.
+
+The results of a padded row are discarded, so that its cotangents begin with zero. But zero times a derivative that is
+NaN is NaN. Where rows are independent, it stays in its row. It leaves that in two places: where the cotangents of a
+row leave the step, and where those of all rows add up to that of a value which they share, as weights. A selection
+stops it there. To show padded rows other values before the body takes longer: measured, up to 1.3 times as long.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._avals import Array, LeafAxes
+from ..._trace.dependence import dependent
+from ..._trace.equations import equations_within, evaluate_alone, inlined, values_of
+from ..._trace.hoist import Unproven, is_smooth
+from ..._trace.independence import ELEMENTWISE, rows_within
+from .leaves import RowMask
+
+Arrays = list[Any]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _guarded(leaf: Array, valid: Array, axis: int) -> Array:
+    del valid, axis
+    return leaf
+
+
+@_guarded.defjvp
+def _guarded_rule(axis: int, primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    leaf, tangent = primals[0], tangents[0]
+    return leaf, RowMask(primals[1]).select(tangent, jnp.zeros((), tangent.dtype), axis)
+
+
+def guard(valid: Array, leaf: Array, axis: int | None) -> Array:
+    """A leaf itself, whose first derivative has zeros in rows that are not valid."""
+    return leaf if axis is None or not is_smooth(leaf) else _guarded(leaf, valid, axis)
+
+
+class Cut(NamedTuple):
+    """What of an equation is zero in padded rows.
+
+    Attributes:
+        operands: the places of operands, and the axis of the rows in each.
+        result: the axis of the rows in the result, if that is cut too.
+    """
+
+    operands: tuple[tuple[int, int], ...]
+    result: int | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Guarded:
+    """The tangent of a step, from the leaves that it reads and tangents to tangents.
+
+    Attributes:
+        jaxpr: the tangent, open.
+        consts: what it closes over.
+        axes: where the rows are in each leaf that it reads.
+        cuts: of the equations in which a tangent that all rows share becomes one of rows, by number.
+    """
+
+    jaxpr: Any
+    consts: Arrays
+    axes: LeafAxes
+    cuts: dict[int, Cut]
+
+    @classmethod
+    def of(cls, push: Callable[..., Any], read: Sequence[Any], axes: LeafAxes, given: Any, rows: int) -> Guarded:
+        """The tangent of a step.
+
+        Args:
+            push: from a list of what it reads, and tangents, to a list of tangents.
+            read: the types of what it reads.
+            axes: where the rows are in each of these.
+            given: the types of the tangents, and where the rows are in each.
+            rows: how many there are.
+
+        Raises:
+            Unproven: if rows may meet in it, or if it is not known how they share what they read.
+        """
+        types, their_axes = given
+        plain = jax.make_jaxpr(lambda read, *tangents: push(read, *tangents))(list(read), *types)
+        closed = inlined(plain.jaxpr, plain.consts, [*read, *types])
+        jaxpr, count = closed.jaxpr, len(read)
+        names = {equation.primitive.name for equation in equations_within(jaxpr)}
+        known = rows_within(jaxpr, (*axes, *their_axes), rows) if names <= _LINEAR else None
+        if known is None:
+            raise Unproven("rows may meet in the derivative")
+        linear = dependent(jaxpr, [False] * count + [True] * len(types))
+        computed = (each for each in jaxpr.eqns if linear.isdisjoint(each.outvars))
+        if any(is_smooth(var.aval) and each.primitive.name not in _MOVES for each in computed for var in each.outvars):
+            raise Unproven("the derivative computes something before it is told a tangent")
+        cuts = dict[int, Cut]()
+        for number, equation in enumerate(jaxpr.eqns):
+            cut = _cut(equation, known, linear, rows)
+            if cut is not None:
+                cuts[number] = cut
+        return cls(jaxpr, list(closed.consts), axes, cuts)
+
+    def finite(self, valid: Array, read: Arrays) -> Arrays:
+        """What it reads, with ones in padded rows: then no tangent, and no cotangent, is NaN there."""
+        mask = RowMask(valid)
+        return [
+            leaf if axis is None or not is_smooth(leaf) else mask.select(leaf, jnp.ones((), leaf.dtype), axis)
+            for leaf, axis in zip(read, self.axes, strict=True)
+        ]
+
+    def cut(self, valid: Array, read: Arrays) -> Callable[..., Arrays]:
+        """The tangent whose transpose is free of what padded rows read, if this is NaN too."""
+        mask = RowMask(valid)
+
+        def zeroed(value: Array, axis: int) -> Array:
+            return mask.select(value, jnp.zeros((), value.dtype), axis)
+
+        def push(*tangents: Array) -> Arrays:
+            variables = [*self.jaxpr.constvars, *self.jaxpr.invars]
+            values = dict(zip(variables, [*self.consts, *read, *tangents], strict=True))
+            for number, equation in enumerate(self.jaxpr.eqns):
+                operands, cut = values_of(equation.invars, values), self.cuts.get(number)
+                for place, axis in cut.operands if cut else ():
+                    value = operands[place]
+                    if equation.primitive.name in ELEMENTWISE:
+                        value = jnp.broadcast_to(value, equation.outvars[0].aval.shape)
+                    operands[place] = zeroed(value, axis)
+                results = evaluate_alone(self.jaxpr, equation, operands)
+                if cut and cut.result is not None:
+                    results = [zeroed(result, cut.result) for result in results]
+                values.update(zip(equation.outvars, results, strict=True))
+            return values_of(self.jaxpr.outvars, values)
+
+        return push
+
+
+def _cut(equation: Any, known: dict[Any, int], linear: set[Any], rows: int) -> Cut | None:
+    """Where the tangents of rows that an equation computes from those that they share are cut; None: nowhere."""
+    shared, own = list[int](), list[tuple[int, int]]()
+    for place, atom in enumerate(equation.invars):
+        if not hasattr(atom, "val"):
+            if atom in known:
+                own.append((place, known[atom]))
+            elif atom in linear:
+                shared.append(place)
+    result = next((known[var] for var in equation.outvars if var in known), None)
+    if not shared or result is None:
+        return None
+    name = equation.primitive.name
+    if name in ELEMENTWISE or name == "concatenate":
+        return Cut(tuple((place, result) for place in shared))
+    elif name in _PRODUCTS:
+        return Cut(tuple(own), result)
+    elif name == "gather":
+        return Cut((), result)
+    raise Unproven(f"all rows share a tangent in `{name}`")
+
+
+_PRODUCTS = frozenset({"conv_general_dilated", "dot_general"})
+
+_MOVES = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "mul", "neg", "reshape", "squeeze", "transpose"}
+)
+"""Primitives that make of ones something that one may divide by."""
+
+_LINEAR = _PRODUCTS | {
+    "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "div",
+    "dynamic_slice", "dynamic_update_slice", "gather", "mul", "neg", "pad", "reduce_sum", "reshape", "rev",
+    "scatter-add", "select_n", "slice", "split", "squeeze", "sub", "transpose",
+}  # fmt: skip
+"""Primitives of derivatives. Each is finite where what it reads is 1 and its tangents are finite."""
