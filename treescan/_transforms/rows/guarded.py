@@ -8,7 +8,6 @@ stops it there. To show padded rows other values before the body takes longer: m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,30 +16,13 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import Array, LeafAxes
+from ..._trace import independence
 from ..._trace.dependence import dependent
 from ..._trace.equations import equations_within, evaluate_alone, inlined, values_of
 from ..._trace.hoist import Unproven, is_smooth
-from ..._trace.independence import ELEMENTWISE, rows_within
 from .leaves import RowMask
 
 Arrays = list[Any]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _guarded(leaf: Array, valid: Array, axis: int) -> Array:
-    del valid, axis
-    return leaf
-
-
-@_guarded.defjvp
-def _guarded_rule(axis: int, primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    leaf, tangent = primals[0], tangents[0]
-    return leaf, RowMask(primals[1]).select(tangent, jnp.zeros((), tangent.dtype), axis)
-
-
-def guard(valid: Array, leaf: Array, axis: int | None) -> Array:
-    """A leaf itself, whose first derivative has zeros in rows that are not valid."""
-    return leaf if axis is None or not is_smooth(leaf) else _guarded(leaf, valid, axis)
 
 
 class Cut(NamedTuple):
@@ -90,7 +72,7 @@ class Guarded:
         closed = inlined(plain.jaxpr, plain.consts, [*read, *types])
         jaxpr, count = closed.jaxpr, len(read)
         names = {equation.primitive.name for equation in equations_within(jaxpr)}
-        known = rows_within(jaxpr, (*axes, *their_axes), rows) if names <= _LINEAR else None
+        known = independence.rows_within(jaxpr, (*axes, *their_axes), rows) if names <= _LINEAR else None
         if known is None:
             raise Unproven("rows may meet in the derivative")
         linear = dependent(jaxpr, [False] * count + [True] * len(types))
@@ -126,7 +108,7 @@ class Guarded:
                 operands, cut = values_of(equation.invars, values), self.cuts.get(number)
                 for place, axis in cut.operands if cut else ():
                     value = operands[place]
-                    if equation.primitive.name in ELEMENTWISE:
+                    if equation.primitive.name in independence.ELEMENTWISE:
                         value = jnp.broadcast_to(value, equation.outvars[0].aval.shape)
                     operands[place] = zeroed(value, axis)
                 results = evaluate_alone(self.jaxpr, equation, operands)
@@ -151,7 +133,7 @@ def _cut(equation: Any, known: dict[Any, int], linear: set[Any], rows: int) -> C
     if not shared or result is None:
         return None
     name = equation.primitive.name
-    if name in ELEMENTWISE or name == "concatenate":
+    if name in independence.ELEMENTWISE or name == "concatenate":
         return Cut(tuple((place, result) for place in shared))
     elif name in _PRODUCTS:
         return Cut(tuple(own), result)
@@ -170,6 +152,6 @@ _MOVES = frozenset(
 _LINEAR = _PRODUCTS | {
     "add", "add_any", "broadcast_in_dim", "concatenate", "convert_element_type", "copy", "cumsum", "div",
     "dynamic_slice", "dynamic_update_slice", "gather", "mul", "neg", "pad", "reduce_sum", "reshape", "rev",
-    "scatter-add", "select_n", "slice", "split", "squeeze", "sub", "transpose",
+    "select_n", "slice", "split", "squeeze", "sub", "transpose",
 }  # fmt: skip
 """Primitives of derivatives. Each is finite where what it reads is 1 and its tangents are finite."""

@@ -22,11 +22,11 @@ from jax.core import Tracer
 from ..._avals import Array, LeafAxes, PyTree
 from ..._cpu.rows import gather_rows, in_one_place, written
 from ..._loop.loop import Feed, Loop, Step, is_untraced, within
+from ..._trace.hoist import is_smooth
 from ..._tree import Prefix, map_leaves
 from ..checkpoint import decides
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
-from .guarded import guard
 from .leaves import (
     RowMask,
     any_of,
@@ -209,7 +209,7 @@ class Masked:
             feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
         elif self.guards:
             consts, shown, x = (
-                map_leaves(lambda leaf, axis: guard(valid, leaf, axis), tree, axes)
+                map_leaves(lambda leaf, axis: guarded(valid, leaf, axis), tree, axes)
                 for tree, axes in ((consts, self.const_axes), (state, self.carry_axes), (feed.x, self.x_axes))
             )
             feed = feed._replace(x=x)
@@ -234,6 +234,23 @@ class Masked:
     def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
         axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
         return map_leaves(mask.select, y, fill_leaves(self.fill, y), axes)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _guarded(leaf: Array, valid: Array, axis: int) -> Array:
+    del valid, axis
+    return leaf
+
+
+@_guarded.defjvp
+def _guarded_rule(axis: int, primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
+    leaf, tangent = primals[0], tangents[0]
+    return leaf, RowMask(primals[1]).select(tangent, jnp.zeros((), tangent.dtype), axis)
+
+
+def guarded(valid: Array, leaf: Array, axis: int | None) -> Array:
+    """A leaf itself, whose first derivative has zeros in rows that are not valid."""
+    return leaf if axis is None or not is_smooth(leaf) else _guarded(leaf, valid, axis)
 
 
 def masked_step(step: Step, **changes: bool) -> Step:

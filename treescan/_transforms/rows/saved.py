@@ -200,7 +200,7 @@ class Linearized(NamedTuple):
         return jax.tree.unflatten(self.push.structure, finite)
 
     def to_transpose(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The same, for a use in which nothing is known but its transpose."""
+        """The tangent of a step, of which nothing is used but the transpose."""
         if self.guarded is None:
             return self.push.at(same, saved, fed)
         return self.guarded.cut(fed[-1], self.push.read(same, saved, fed))
@@ -383,9 +383,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     found = None
     if apart:
         part, d_on = nonzero_part(given, (*tangents[:2], tangents[2]._replace(schedule=None)))
-        try:
+        with contextlib.suppress(Unproven):
             found = linearize_guarded(dataclasses.replace(loop, xs=fed), part)
-        except Unproven: pass
     if found is None:
         if is_small_x(loop):
             loop, tangents = with_good_x(loop, tangents)

@@ -1,0 +1,190 @@
+"""The gradient of independent rows whose padding is NaN, or infinite, is that of each row alone, of any order.
+
+Each body has another way in which the tangent of something that all rows share becomes one of rows.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loops import array
+
+import treescan
+from treescan._transforms.rows import guarded
+
+ROWS, WIDTH, STEPS = 4, 3, 21
+LENGTHS = (STEPS, 7, 0, 10)
+PARAMS = {
+    "number": np.float32(0.6),
+    "vector": array(1, WIDTH, seed=3),
+    "matrix": array(WIDTH, WIDTH, seed=5) * 0.4,
+    "table": array(5, WIDTH, seed=6),
+    "kernel": array(3, 1, 1, seed=7),
+}
+
+
+def number(p, h, x):
+    h = jnp.tanh(p["number"] * h + jnp.sqrt(x * x + 1))
+    return h, h
+
+
+def vector(p, h, x):
+    h = jnp.sin(h * p["vector"] + x) / (1 + p["vector"] ** 2)
+    return h, jnp.log(x * x + h * h + 0.1)
+
+
+def product(p, h, x):
+    h = jnp.tanh(x @ p["matrix"] + h @ p["matrix"].T)
+    return h, h.max(-1)
+
+
+def three_operands(p, h, x):
+    h = jnp.tanh(jnp.einsum("bi,ij,bj->bi", h, p["matrix"], jnp.exp(-x)) + x)
+    return h, h
+
+
+def looked_up(p, h, x):
+    at = jnp.nan_to_num(jnp.floor(jnp.abs(x[:, 0]))).astype(jnp.int32) % 5
+    h = jnp.tanh(h + p["table"][at] * x)
+    return h, h
+
+
+def joined(p, h, x):
+    both = jnp.concatenate([h * x, jnp.broadcast_to(p["vector"], h.shape)], 1)
+    h = jnp.cos(both[:, :WIDTH] + both[:, WIDTH:])
+    return h, both
+
+
+def convolved(p, h, x):
+    dims = ("NWC", "WIO", "NWC")
+    h = jax.lax.conv_general_dilated((h + x)[..., None], p["kernel"], (1,), "SAME", dimension_numbers=dims)
+    return jnp.tanh(h[..., 0]), x.sum(-1)
+
+
+def written(p, h, x):
+    h = jax.lax.dynamic_update_slice(h, jnp.sin(x[:, :1]) * p["vector"][:, :1], (0, 1))
+    return h / 2, h.cumsum(-1) * p["number"]
+
+
+def chosen(p, h, x):
+    h = jnp.where(x > 0, p["vector"], jnp.where(h > 0, h * p["number"], x))
+    return h, jnp.maximum(h, p["vector"])
+
+
+def divided(p, h, x):
+    h = p["vector"] / (2 + h / x) ** 2 + p["number"] * jax.nn.softmax(h - x, -1)
+    return h, h
+
+
+def with_rule(p, h, x):
+    h = jax.nn.relu(h * p["vector"] + x) + jax.nn.logsumexp(x + p["vector"], -1, keepdims=True)
+    return jax.nn.gelu(h) / 3, h
+
+
+def unread(p, h, x):
+    return h * 0.5 + p["number"], x * p["vector"]
+
+
+BODIES = [
+    number,
+    vector,
+    product,
+    three_operands,
+    looked_up,
+    joined,
+    convolved,
+    written,
+    chosen,
+    divided,
+    with_rule,
+    unread,
+]
+
+
+def of_all(body, lengths, reverse=False):
+    def loss(params, init, xs):
+        step = functools.partial(body, params)
+        state, ys = treescan.mask_scan(step, init, xs, lengths=lengths, reverse=reverse)
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves((state, ys)))
+
+    return loss
+
+
+def of_each(body, lengths, reverse=False):
+    """Row by row, without what is padding."""
+
+    def loss(params, init, xs):
+        total = jnp.float32(0)
+        for row, length in enumerate(lengths):
+            step = functools.partial(body, params)
+            mine = xs[:length, row : row + 1]
+            state, ys = jax.lax.scan(step, init[row : row + 1], mine, reverse=reverse)
+            total += sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves((state, ys)))
+        return total
+
+    return loss
+
+
+def given(fill):
+    xs = np.array(array(STEPS, ROWS, WIDTH, seed=2))
+    for row, length in enumerate(LENGTHS):
+        xs[length:, row] = fill
+    return PARAMS, array(ROWS, WIDTH, seed=1), jnp.asarray(xs)
+
+
+def squared(loss):
+    return lambda *args: sum(jnp.sum(g * g) for g in jax.tree.leaves(jax.grad(loss, (0, 1))(*args)))
+
+
+DERIVATIVES = {
+    "gradient": lambda f, args, tangents: jax.grad(f, (0, 1, 2))(*args),
+    "of weights": lambda f, args, tangents: jax.grad(f)(*args),
+    "of x": lambda f, args, tangents: jax.grad(f, 2)(*args),
+    "forward": lambda f, args, tangents: jax.jvp(f, args, tangents),
+    "reverse over reverse": lambda f, args, tangents: jax.grad(squared(f), (0, 1, 2))(*args),
+    "forward over reverse": lambda f, args, tangents: jax.jvp(jax.grad(f, (0, 1, 2)), args, tangents),
+    "reverse over forward": lambda f, args, tangents: jax.grad(lambda *a: jax.jvp(f, a, tangents)[1])(*args),
+}
+
+
+def assert_alike(one, other):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4 * max(1, np.abs(b).max(initial=0)))
+
+
+@pytest.fixture
+def proofs(monkeypatch):
+    """Notes each tangent that was proven to be free of what padded rows are shown."""
+    found, prove = [], guarded.Guarded.of
+    monkeypatch.setattr(guarded.Guarded, "of", lambda *args: found.append(prove(*args)) or found[-1])
+    return found
+
+
+@pytest.mark.parametrize("fill", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", DERIVATIVES)
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_each_row_alone(body, kind, fill, proofs):
+    args = given(fill)
+    tangents = jax.tree.map(lambda leaf: jnp.cos(jnp.nan_to_num(leaf, posinf=1.0)), args)
+    derivative = DERIVATIVES[kind]
+    lengths = jnp.array(LENGTHS)
+    got = jax.jit(lambda args: derivative(of_all(body, lengths), args, tangents))(args)
+    assert proofs
+    wanted = derivative(of_each(body, LENGTHS), given(0.5), tangents)
+    assert_alike(got, wanted)
+
+
+@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+def test_elements_of_a_vmap_in_reverse(body, proofs):
+    args, lengths = given(np.nan), jnp.array([LENGTHS, LENGTHS[::-1]])
+    flipped = (args[0], args[1][::-1], args[2][:, ::-1])
+    both = jax.tree.map(lambda *leaves: jnp.stack(leaves), args, flipped)
+    # In reverse, padding comes first.
+    got = jax.vmap(lambda lengths, args: jax.grad(of_all(body, lengths, True), (0, 1, 2))(*args))(lengths, both)
+    assert proofs
+    params, init, xs = given(0.5)
+    clean = (LENGTHS, (params, init, xs)), (LENGTHS[::-1], (params, init[::-1], xs[:, ::-1]))
+    wanted = [jax.grad(of_each(body, lengths, True), (0, 1, 2))(*args) for lengths, args in clean]
+    assert_alike(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *wanted))
