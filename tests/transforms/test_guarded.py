@@ -158,7 +158,7 @@ def assert_alike(one, other):
 def proofs(monkeypatch):
     """Notes each tangent that was proven to be free of what padded rows are shown."""
     found, prove = [], guarded.Guarded.of
-    monkeypatch.setattr(guarded.Guarded, "of", lambda *args: found.append(prove(*args)) or found[-1])
+    monkeypatch.setattr(guarded.Guarded, "of", lambda *args, **how: found.append(prove(*args, **how)) or found[-1])
     return found
 
 

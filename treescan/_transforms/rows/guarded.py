@@ -24,6 +24,9 @@ from .leaves import RowMask
 
 Arrays = list[Any]
 
+MOST_CUT = 5
+"""How many elements may be selected in the derivative for each that would be selected before the body."""
+
 
 class Cut(NamedTuple):
     """What of an equation is zero in padded rows.
@@ -35,6 +38,13 @@ class Cut(NamedTuple):
 
     operands: tuple[tuple[int, int], ...]
     result: int | None = None
+
+    def elements(self, equation: Any) -> int:
+        """How many are selected."""
+        result = equation.outvars[0].aval.size
+        wide = equation.primitive.name in independence.ELEMENTWISE  # an operand is broadcast first
+        sizes = (result if wide else equation.invars[place].aval.size for place, _ in self.operands)
+        return sum(sizes) + (result if self.result is not None else 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +64,9 @@ class Guarded:
     cuts: dict[int, Cut]
 
     @classmethod
-    def of(cls, push: Callable[..., Any], read: Sequence[Any], axes: LeafAxes, given: Any, rows: int) -> Guarded:
+    def of(
+        cls, push: Callable[..., Any], read: Sequence[Any], axes: LeafAxes, given: Any, *, rows: int, shown: int
+    ) -> Guarded:
         """The tangent of a step.
 
         Args:
@@ -63,9 +75,11 @@ class Guarded:
             axes: where the rows are in each of these.
             given: the types of the tangents, and where the rows are in each.
             rows: how many there are.
+            shown: how many elements padded rows would otherwise be shown, of the state and of x.
 
         Raises:
-            Unproven: if rows may meet in it, or if it is not known how they share what they read.
+            Unproven: if rows may meet in it, or if it is not known how they share what they read; or if it is sooner to
+                show padded rows something else than to cut what they share.
         """
         types, their_axes = given
         plain = jax.make_jaxpr(lambda read, *tangents: push(read, *tangents))(list(read), *types)
@@ -84,6 +98,8 @@ class Guarded:
             cut = _cut(equation, known, linear, rows)
             if cut is not None:
                 cuts[number] = cut
+        if sum(cut.elements(jaxpr.eqns[number]) for number, cut in cuts.items()) > MOST_CUT * shown:
+            raise Unproven("it is sooner to show padded rows a good pair")
         return cls(jaxpr, list(closed.consts), axes, cuts)
 
     def finite(self, valid: Array, read: Arrays) -> Arrays:

@@ -232,7 +232,9 @@ def linearize_guarded(loop: Loop, part: Part) -> Linearized:
         return list(jax.tree.unflatten(found.push.structure, read)(*tangents))
 
     read = [var.aval for var in found.read]
-    return found._replace(guarded=Guarded.of(push, read, places, (types, split(found.on, given)[0]), rows))
+    shown = sum(leaf.size for leaf in jax.tree.leaves((loop.state, one_step(xs.x))))
+    tangents = types, split(found.on, given)[0]
+    return found._replace(guarded=Guarded.of(push, read, places, tangents, rows=rows, shown=shown))
 
 
 def linearize(loop: Loop, part: Part) -> Linearized:
@@ -380,19 +382,11 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     given = loop.consts, loop.state, fed
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
         raise Unproven("arrays are spread over devices")
-    found = None
-    if apart:
-        part, d_on = nonzero_part(given, (*tangents[:2], tangents[2]._replace(schedule=None)))
-        with contextlib.suppress(Unproven):
-            found = linearize_guarded(dataclasses.replace(loop, xs=fed), part)
-    if found is None:
-        if is_small_x(loop):
-            loop, tangents = with_good_x(loop, tangents)
-            fed, given = loop.xs._replace(schedule=None), (loop.consts, loop.state, loop.xs._replace(schedule=None))
-        part, d_on = nonzero_part(given, (*tangents[:2], tangents[2]._replace(schedule=None)))
-        found = linearize(dataclasses.replace(loop, xs=fed), part)
+    d_consts, d_state, d_fed = tangents
+    unscheduled = dataclasses.replace(loop, xs=fed)
+    loop, part, d_on, found = _linearized(unscheduled, (d_consts, d_state, d_fed._replace(schedule=None)), apart=apart)
+    fed, axes = loop.xs, loop.rows.axes
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
-    axes = loop.rows.axes
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = fed._replace(schedule=schedule)
@@ -416,9 +410,21 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
     leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
     state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
-    going_in = _tangents(given, found, part, d_on)
+    going_in = _tangents((loop.consts, loop.state, fed), found, part, d_on)
     d_state, d_ys = _solve(bare, found, going_in, (written[count:], jax.tree.leaves(fed)), schedule, size)
     return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
+
+
+def _linearized(loop: Loop, tangents: Any, *, apart: bool) -> tuple[Loop, Part, Arrays, Linearized]:
+    """A loop without a schedule, which of (consts, state, xs) have a tangent, these, and its linearized step."""
+    if apart:
+        part, d_on = nonzero_part((loop.consts, loop.state, loop.xs), tangents)
+        with contextlib.suppress(Unproven):
+            return loop, part, d_on, linearize_guarded(loop, part)
+    if is_small_x(loop):
+        loop, tangents = with_good_x(loop, tangents)
+    part, d_on = nonzero_part((loop.consts, loop.state, loop.xs), tangents)
+    return loop, part, d_on, linearize(loop, part)
 
 
 def _zeros(loop: Loop, aval: Any) -> Array:
