@@ -138,7 +138,9 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     values = adopt(tree, "tree").init
     for leaf in jax.tree.leaves(values):
         if jnp.issubdtype(dtype_of(leaf), jnp.complexfloating):
-            raise ValueError(f"clip_gradient limits real numbers, got {describe_leaf(leaf)}; carry the two parts instead")
+            raise ValueError(
+                f"clip_gradient limits real numbers, got {describe_leaf(leaf)}; carry the two parts instead"
+            )
     return as_seen(ClipGradient(jax.tree.map(own, values), *limits))
 
 
