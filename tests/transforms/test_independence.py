@@ -181,7 +181,10 @@ def example_of(name):
     return function, *([jnp.asarray(operand.draw(rng)) for operand in operands] for _ in range(2))
 
 
-@pytest.mark.parametrize("names", shares(independence.ELEMENTWISE - {"name"}))
+HERE = {name for name in independence.ELEMENTWISE if name in ENTRIES or hasattr(lax, name)}  # a release may lack some
+
+
+@pytest.mark.parametrize("names", shares(HERE - {"name"}))
 def test_what_counts_as_elementwise_is(names):
     for name in names:
         function, given, other = example_of(name)
