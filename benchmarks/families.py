@@ -974,12 +974,12 @@ def _optimizers() -> Iterator[Family]:
 
 def comparisons() -> Iterator[Comparison | Memory]:
     """The comparisons of this suite."""
-    yield from _of(families_by_half())
+    yield from of(families_by_half())
 
 
 def smoke() -> Iterator[Comparison | Memory]:
     """A few of them."""
-    yield from _of(itertools.islice(families_by_half(), 4, 5))
+    yield from of(itertools.islice(families_by_half(), 4, 5))
 
 
 def distribution(measured: Sequence[Measurement | MemoryMeasurement]) -> list[Distribution]:
@@ -1017,7 +1017,8 @@ def _split(name: str) -> tuple[str, str]:
     return family, ", ".join(kind)
 
 
-def _of(chosen: Iterable[tuple[Family, bool]]) -> Iterator[Comparison | Memory]:
+def of(chosen: Iterable[tuple[Family, bool]]) -> Iterator[Comparison | Memory]:
+    """The comparisons of some families, each with whether it is fitted."""
     for n, (family, fitted) in enumerate(chosen):
         details = {"fitted": float(fitted)}
         yield from _masked(family, details, control=n == 0)

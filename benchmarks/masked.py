@@ -95,9 +95,18 @@ class Program:
         """The bytes it allocates beside its arguments and results."""
         return self._for(args).memory_analysis().temp_size_in_bytes
 
+    def prepare(self, *args: Any) -> Callable[[], None]:
+        """Traces it. What is returned compiles it, in any thread."""
+        lowered = jax.jit(self._function).lower(*args)
+
+        def compile_() -> None:
+            self._compiled = lowered.compile()
+
+        return compile_
+
     def _for(self, args: tuple[Any, ...]) -> Any:
         if self._compiled is None:
-            self._compiled = jax.jit(self._function).lower(*args).compile()
+            self.prepare(*args)()
         return self._compiled
 
 

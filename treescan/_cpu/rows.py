@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import Array, ArrayLike, is_sharded
+from . import backend
 
 
 def in_one_place(*leaves: Any) -> bool:
@@ -35,7 +36,7 @@ def written(leaf: Array) -> Array:
     """
     known = leaf.ndim and all(isinstance(size, int) and size for size in leaf.shape)
     known = known and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    fused = jax.default_backend() == "cpu" and in_one_place(leaf)
+    fused = backend.on_cpu() and in_one_place(leaf)
     return _written(leaf, np.arange(leaf.shape[0], dtype=np.uint32)[:, None]) if known and fused else leaf
 
 

@@ -13,17 +13,6 @@ import numpy as np
 from .._avals import Array, PyTree, place_like
 
 
-def writes_in_place() -> bool:
-    """Whether a branch may write into an array that the loop carries, without a copy of the whole array.
-
-    Steps of a masked loop need it, whose outputs a branch would return: they are copied out of the branch, and once
-    more by the loop around it. It was not tested on backends other than the CPU, and must not hurt there: a loop
-    stacks its outputs as `jax.lax.scan` does. jaxlib 0.11.1 still copies the whole array for some small writes on
-    CPUs: https://github.com/jax-ml/jax/issues/40101.
-    """
-    return jax.default_backend() == "cpu"
-
-
 @dataclass(frozen=True)
 class Places:
     """Where a chunk's steps are in the arrays of all steps: `[T, ...]`, or folded, `[chunks, steps, ...]`.

@@ -76,9 +76,9 @@ LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
 
 
-def chunk_size(length: int) -> int:
+def chunk_size(length: int, largest: int = LARGEST) -> int:
     """The steps of a chunk for a loop: 16, fewer for short loops, and near that a divisor, so that nothing remains."""
-    size = min(LARGEST, max(SMALLEST, length // FEWEST))
+    size = min(largest, max(SMALLEST, length // FEWEST))
     near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
     return min(near, key=lambda other: abs(other - size), default=size)
 

@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import jax
 
 from .._avals import describe_argument, exact_int
+from .._cpu import backend
 from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step, is_untraced
@@ -54,9 +55,13 @@ def is_large(hoisted: Hoisted, least: int = LARGE) -> bool:
 
 
 def is_cheap(hoisted: Hoisted) -> bool:
-    """Whether a step is computed sooner than what it saves is written and read: that is in no cache."""
+    """Whether a step is computed sooner than what it saves is written and read: that is in no cache.
+
+    On a GPU the kernels of a step take longer to start than to write what they save.
+    """
     saved = count_saved_bytes(hoisted.jaxpr, hoisted.varying)
-    return is_large(hoisted, HUGE) and count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
+    many = backend.on_cpu() and is_large(hoisted, HUGE)
+    return many and count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
 
 
 def saves_steps(loop: Loop) -> bool:

@@ -15,7 +15,8 @@ from typing import Any
 import jax
 
 from ..._avals import PyTree, is_key, promoted
-from ..._loop.chunk import Around, Wish, chunk_size
+from ..._cpu import backend
+from ..._loop.chunk import LARGEST, Around, Wish, chunk_size
 from ..._loop.loop import Feed, Loop, Step, is_untraced
 from ..._trace.hoist import is_rewriting
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, rolled
@@ -24,6 +25,13 @@ from ..refuse import refuse_symbolic, refuse_with_refs
 from .axes import RowAxes
 from .fill import Idle
 from .leaves import Schedule, make_schedule, may_branch, schedule_of_lengths
+
+FEW = 8
+"""The chunks of a loop on a GPU.
+
+Measured on an H200, nine families: a forward pass of full rows takes 1.07 of a mask by hand with four chunks, and 1.12
+with chunks of 16 steps; one of rows that are 90 % padding takes 0.40 and 0.36.
+"""
 
 
 class ChunkRemat(enum.Enum):
@@ -130,7 +138,7 @@ class Skip:
             if asked:
                 refuse_symbolic(loop.length, option)
         trace, cut = loop.trace, chunk != 0 and isinstance(loop.length, int)
-        size = min(chunk or chunk_size(loop.length), loop.length) if cut else loop.length
+        size = min(chunk or _chunk_size(loop.length, tiers), loop.length) if cut else loop.length
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
@@ -195,6 +203,12 @@ def _run_unless_all_is_padding(loop: Loop) -> Loop:
     if not _has_schedule(loop):
         return loop
     return _with_wish(loop, Wish(loop.length, schedule=ScheduleChunks((0,), ChunkRemat.NONE, rules=False)))
+
+
+def _chunk_size(length: int, tiers: tuple[int, ...]) -> int:
+    """The steps of a chunk that nobody has chosen. On a GPU each branch waits for the host: there are `FEW` of them."""
+    few = not backend.on_cpu() and len(tiers) == 1
+    return chunk_size(length, max(LARGEST, length // FEW)) if few else chunk_size(length)
 
 
 def _has_schedule(loop: Loop) -> bool:
