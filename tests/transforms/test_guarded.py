@@ -188,3 +188,80 @@ def test_elements_of_a_vmap_in_reverse(body, proofs):
     clean = (LENGTHS, (params, init, xs)), (LENGTHS[::-1], (params, init[::-1], xs[:, ::-1]))
     wanted = [jax.grad(of_each(body, lengths, True), (0, 1, 2))(*args) for lengths, args in clean]
     assert_alike(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *wanted))
+
+
+@jax.custom_jvp
+def reversed_sign(x):
+    return x
+
+
+reversed_sign.defjvp(lambda primals, tangents: (reversed_sign(*primals), -2 * tangents[0]))
+
+
+def of_loop(body, lengths):
+    """`of_each`, in a loop of Python: `jax.lax.scan` loses the rule of `reversed_sign` in a second derivative."""
+
+    def loss(params, init, xs):
+        total = 0.0
+        for row, length in enumerate(lengths):
+            state = init[row : row + 1]
+            for x in xs[:length, row : row + 1]:
+                state, y = body(params, state, x)
+                total += jnp.sum(jnp.sin(y))
+            total += jnp.sum(jnp.sin(state))
+        return total
+
+    return loss
+
+
+@pytest.mark.parametrize("kind", ["gradient", "forward over reverse", "reverse over reverse"])
+def test_a_rule_of_an_identity_is_kept_for_the_next_derivative(kind, proofs):
+    def body(p, h, x):
+        h = jnp.sin(reversed_sign(x) * h * p["number"])
+        return h, h
+
+    args = given(np.nan)
+    tangents = jax.tree.map(lambda leaf: jnp.cos(jnp.nan_to_num(leaf)), args)
+    got = DERIVATIVES[kind](of_all(body, jnp.array(LENGTHS)), args, tangents)
+    assert proofs
+    assert_alike(got, DERIVATIVES[kind](of_loop(body, LENGTHS), given(0.5), tangents))
+
+
+@pytest.mark.parametrize("kind", ["gradient", "reverse over reverse", "reverse over forward"])
+def test_a_tangent_that_divides_by_an_integer(kind):
+    """It is zero in padding, and read by the tangent where a checkpoint computes its quotient again."""
+
+    def body(p, h, x):
+        divided = jax.checkpoint(lambda h, count: h * p["number"] / count.astype(jnp.float32))
+        h = jnp.tanh(divided(h, jnp.round(jnp.nan_to_num(x)).astype(jnp.int32)) + jnp.sin(h))
+        return h, h
+
+    def with_counts(fill):
+        params, init, xs = given(fill)
+        return params, init, jnp.where(jnp.isnan(xs), 0, 1 + jnp.abs(jnp.round(xs)))
+
+    derivative = DERIVATIVES[kind]
+    tangents = jax.tree.map(jnp.ones_like, with_counts(0.5))
+    got = derivative(of_all(body, jnp.array(LENGTHS)), with_counts(np.nan), tangents)
+    assert_alike(got, derivative(of_each(body, LENGTHS), with_counts(0.5), tangents))
+
+
+def test_what_padded_rows_see_does_not_overflow(proofs):
+    """In half precision, where the small values of valid rows do not."""
+    values = {"a": 1.0, "b": 60.0, "c": 60.0, "d": 60.0, "e": 1 / 60}
+    params = jax.tree.map(jnp.float16, values)
+    init, xs = (array(ROWS, WIDTH, seed=1) * 1e-3).astype(jnp.float16), (given(0.0)[2] * 1e-3).astype(jnp.float16)
+
+    def body(p, h, x):
+        h = x * jnp.cos(h * p["a"] * p["b"] * p["c"] * p["d"] * p["e"])
+        return h, h
+
+    tangents = {name: jnp.float16(0.5 if name == "a" else 0) for name in params}
+
+    def derivative(loss):
+        return jax.grad(lambda p: jax.jvp(lambda p: loss(p, init, xs), (p,), (tangents,))[1])(params)
+
+    got, wanted = derivative(of_all(body, jnp.array(LENGTHS))), derivative(of_loop(body, LENGTHS))
+    assert proofs
+    for name in params:
+        np.testing.assert_allclose(got[name], wanted[name], rtol=0.05)

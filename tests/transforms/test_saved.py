@@ -263,3 +263,53 @@ def test_no_x_of_another_time_joins_a_leaf_that_rows_share(lengths):
     ours = jax.grad(functools.partial(total, carry_axes=(0, None), **masked))(1.1, 0, times)
     alone = sum(jax.grad(total)(1.1, 0, times[:n, i : i + 1]) for i, n in enumerate(counts.tolist()))
     np.testing.assert_allclose(ours, alone, rtol=1e-5)
+
+
+def _unread(p, h, x):
+    h = jnp.tanh(h * p["s"])
+    return h, h * p["v"]
+
+
+def _stopped(p, h, x):
+    h = jnp.tanh(jax.lax.stop_gradient(h) * p["s"] + x)
+    return h, h * p["v"]
+
+
+def _same_y(p, h, x):
+    return jnp.tanh(h * p["s"] + x), p["v"] * jnp.ones_like(h)
+
+
+def _zero_y(p, h, x):
+    return jnp.tanh(h * p["s"] + x), jnp.zeros_like(h)
+
+
+def _affine(p, h, x):
+    h = h * 0.5 + p["s"]
+    return h, x * p["v"]
+
+
+@pytest.mark.parametrize("body", [_unread, _stopped, _same_y, _zero_y, _affine])
+def test_a_gradient_of_a_gradient_parts_of_which_depend_on_nothing(body):
+    """JAX transposes a loop only if all of its inputs are linear, also one whose derivative is the same anywhere."""
+    rng, lengths = np.random.default_rng(0), (33, 5, 0)
+    params = {"s": jnp.float32(0.7), "v": jnp.asarray(rng.standard_normal((1, 2)), jnp.float32)}
+    init, xs = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((3, 2), (33, 3, 2)))
+
+    def total(tree):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(tree))
+
+    def ours(params, init, xs):
+        return total(treescan.mask_scan(functools.partial(body, params), init, xs, lengths=jnp.array(lengths)))
+
+    def each(params, init, xs):
+        rows = ((init[i : i + 1], xs[:n, i : i + 1]) for i, n in enumerate(lengths))
+        return sum(total(jax.lax.scan(functools.partial(body, params), *row)) for row in rows)
+
+    def second(loss):
+        def squares(*args):
+            return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss, (0, 1, 2))(*args)))
+
+        return jax.jit(jax.grad(squares, (0, 1, 2)))(params, init, xs)
+
+    for got, wanted in zip(*(jax.tree.leaves(second(loss)) for loss in (ours, each)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)

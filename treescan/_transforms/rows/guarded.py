@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from ..._avals import Array, LeafAxes
 from ..._trace import independence
 from ..._trace.dependence import dependent
-from ..._trace.equations import equations_within, evaluate_alone, inlined, values_of
+from ..._trace.equations import equations_within, evaluate_alone, inlined, values_of, variables_of
 from ..._trace.hoist import Unproven, is_smooth
 from .leaves import RowMask
 
@@ -56,12 +56,14 @@ class Guarded:
         consts: what it closes over.
         axes: where the rows are in each leaf that it reads.
         cuts: of the equations in which a tangent that all rows share becomes one of rows, by number.
+        divides: whether a divisor is made of a leaf.
     """
 
     jaxpr: Any
     consts: Arrays
     axes: LeafAxes
     cuts: dict[int, Cut]
+    divides: tuple[bool, ...]
 
     @classmethod
     def of(
@@ -90,8 +92,8 @@ class Guarded:
         if known is None:
             raise Unproven("rows may meet in the derivative")
         linear = dependent(jaxpr, [False] * count + [True] * len(types))
-        computed = (each for each in jaxpr.eqns if linear.isdisjoint(each.outvars))
-        if any(is_smooth(var.aval) and each.primitive.name not in _MOVES for each in computed for var in each.outvars):
+        computed = [each for each in jaxpr.eqns if linear.isdisjoint(each.outvars)]
+        if not all(map(_moves, computed)):
             raise Unproven("the derivative computes something before it is told a tangent")
         cuts = dict[int, Cut]()
         for number, equation in enumerate(jaxpr.eqns):
@@ -100,14 +102,15 @@ class Guarded:
                 cuts[number] = cut
         if sum(cut.elements(jaxpr.eqns[number]) for number, cut in cuts.items()) > MOST_CUT * shown:
             raise Unproven("it is sooner to show padded rows a good pair")
-        return cls(jaxpr, list(closed.consts), axes, cuts)
+        divisors = _divisors(jaxpr, computed)
+        return cls(jaxpr, list(closed.consts), axes, cuts, tuple(var in divisors for var in jaxpr.invars[:count]))
 
     def finite(self, valid: Array, read: Arrays) -> Arrays:
-        """What it reads, with ones in padded rows: then no tangent, and no cotangent, is NaN there."""
+        """What it reads, with zeros, or ones where it divides, in padded rows: then no tangent is NaN there."""
         mask = RowMask(valid)
         return [
-            leaf if axis is None or not is_smooth(leaf) else mask.select(leaf, jnp.ones((), leaf.dtype), axis)
-            for leaf, axis in zip(read, self.axes, strict=True)
+            leaf if axis is None or not is_smooth(leaf) else mask.select(leaf, jnp.asarray(one, leaf.dtype), axis)
+            for leaf, axis, one in zip(read, self.axes, self.divides, strict=True)
         ]
 
     def cut(self, valid: Array, read: Arrays) -> Callable[..., Arrays]:
@@ -134,6 +137,23 @@ class Guarded:
             return values_of(self.jaxpr.outvars, values)
 
         return push
+
+
+def _moves(equation: Any) -> bool:
+    """Whether an equation before the tangents makes of finite numbers, and of ones, finite numbers other than zero."""
+    smooth = all(is_smooth(atom.aval) for atom in equation.invars)
+    made = any(is_smooth(var.aval) for var in equation.outvars)
+    return not made or (smooth and equation.primitive.name in _MOVES)
+
+
+def _divisors(jaxpr: Any, computed: Sequence[Any]) -> set[Any]:
+    """The variables that the divisors of a tangent are made of."""
+    divided = [each.invars[1] for each in jaxpr.eqns if each.primitive.name == "div"]
+    found = set(variables_of(divided))
+    for equation in reversed(computed):
+        if not found.isdisjoint(equation.outvars):
+            found.update(variables_of(equation.invars))
+    return found
 
 
 def _cut(equation: Any, known: dict[Any, int], linear: set[Any], rows: int) -> Cut | None:
@@ -170,4 +190,4 @@ _LINEAR = _PRODUCTS | {
     "dynamic_slice", "dynamic_update_slice", "gather", "mul", "neg", "pad", "reduce_sum", "reshape", "rev",
     "select_n", "slice", "split", "squeeze", "sub", "transpose",
 }  # fmt: skip
-"""Primitives of derivatives. Each is finite where what it reads is 1 and its tangents are finite."""
+"""Primitives of derivatives. Each is finite where it divides by 1, else reads 0, and its tangents are finite."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.cost import count_saved_bytes
 from ..._trace.dependence import dependent
-from ..._trace.equations import needed, origins, variables_of
+from ..._trace.equations import called, called_without_rule, needed, origins, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
 from ..._trace.independence import rows_within
 from ..._tree import Part, map_leaves, merge, split
@@ -291,7 +291,7 @@ def _parted(
     fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
     selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
     saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
-    known = zip(origins(jaxpr, jaxpr.invars)[count:], jaxpr.outvars[count:], strict=True)
+    known = zip(origins(jaxpr, jaxpr.invars, _into(jaxpr))[count:], jaxpr.outvars[count:], strict=True)
     read = [var if origin is None else origin for origin, var in known]
     for var in read:
         if hasattr(var, "val") or var not in varying:
@@ -317,6 +317,17 @@ def _parted(
         read,
         on,
     )
+
+
+def _into(jaxpr: Any) -> Callable[[Any], tuple[Any, list[Any]] | None]:
+    """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`."""
+    *leaves, valid = jaxpr.invars
+
+    def called_or_guarded(equation: Any) -> tuple[Any, list[Any]] | None:
+        ours = len(equation.invars) == 2 and equation.invars[1] is valid and equation.invars[0] in leaves
+        return called(equation) if ours else called_without_rule(equation)
+
+    return called_or_guarded
 
 
 _SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
@@ -499,7 +510,7 @@ def _solve(
         return _In(d_consts, d_state, d_xs)
 
     def equation(both: tuple[_In, _Out]) -> tuple[_In, _Out]:
-        given, out = both
+        given, out = _all_linear(both)  # so that each leaf of the transpose depends on every other too
         # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
         _, pushed = jax.jvp(run_push, (jax.tree.map(zeros_like, given),), (given,))
         return _all_linear((given, jax.tree.map(jax.lax.sub, out, pushed)))
