@@ -1,9 +1,10 @@
 """Writes what docs/benchmarks.md shows of benchmarks/results/*.json: `python scripts/figures.py`.
 
-The page has the generated tables `overview`, `slower`, `memory` and `families`, each between `<!-- figures: NAME -->`
-and `<!-- /figures -->`; the rest of it is edited. Its charts are files in docs/pictures/charts, which it includes. All
-numbers of a suite are in benchmarks/results/<suite>.txt, which the site publishes too (scripts/docs_extras.py).
-benchmarks/README.md describes the layout of the JSON. Tests compare all of this with what the results give.
+The page has the generated tables `overview`, `slower`, `memory`, `families` and `gpu`, each between a line
+`<!-- figures: NAME -->` and `<!-- /figures -->`; the rest of it is edited. Its charts, which it includes, are files in
+docs/pictures/charts. All numbers of a suite are in benchmarks/results/<suite>.txt, which the site publishes too
+(scripts/docs_extras.py). benchmarks/README.md describes the layout of the JSON. Tests compare all of this with what the
+results give.
 """
 
 import itertools
@@ -287,7 +288,7 @@ def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
     Raises:
         KeyError: the page has a part that is no table.
     """
-    tables = {"overview": overview, "slower": slower, "memory": memory, "families": families}
+    tables = {"overview": overview, "slower": slower, "memory": memory, "families": families, "gpu": gpu}
     return PART.sub(lambda part: f"{part[1]}\n{tables[part[2]](reports)}\n{part[3]}", text)
 
 
@@ -364,6 +365,30 @@ def families(reports: Mapping[str, Report | None]) -> str:
                 (called[d["kind"]], f"{d['count']} {d['of']}", *numbers, worst, str(d["over"]), str(d["missed"]))
             )
     return f'--8<-- "docs/pictures/charts/{FAMILIES}.svg"\n\n{_table(rows, numbers=2)}'
+
+
+def gpu(reports: Mapping[str, Report | None]) -> str:
+    """A table of how the ratios of some families are distributed on a GPU."""
+    report = reports.get("gpu")
+    if report is None:
+        return "This suite has not been measured yet.\n"
+    rows: list[Sequence[str]] = [("what", "families", "median", "p90", "worst", "over 1.15")]
+    called = {**KINDS, **MEMORY_KINDS}
+    for d in report["distribution"]:
+        numbers = (_number(d[quantile]) for quantile in ("median", "p90"))
+        worst = f"{_number(d['worst'])} ({d['worst_name']})"
+        rows.append((called[d["kind"]], str(d["count"]), *numbers, worst, str(d["over"])))
+    for kind in ("forward", "gradient"):
+        of = {
+            c["name"]: c["ratio"]["median"] for c in report["comparisons"] if c["name"].endswith(f", a tenth, {kind}")
+        }
+        ratios, last = sorted(of.values()), max(of, key=of.__getitem__)
+        p90 = statistics.quantiles(ratios, n=10, method="inclusive")[-1]
+        worst = f"{_number(of[last])} ({last.split(', a tenth')[0]})"
+        label = f"mask_scan, nine tenths padding, {kind} / a where"
+        over = str(sum(ratio > 1.15 for ratio in ratios))
+        rows.append((label, str(len(ratios)), _number(statistics.median(ratios)), _number(p90), worst, over))
+    return _table(rows, numbers=2)
 
 
 def text(name: str, report: Report) -> str:

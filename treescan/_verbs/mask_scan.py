@@ -126,8 +126,9 @@ def mask_scan(
         x_axes: the same for each leaf of one step's x. None: shared by all rows, for example a time index. A leaf with
             None in `in_axes` has rows only if `x_axes` is a tree that says so.
         y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` if no row is valid.
-        chunk: the number of steps that are skipped together if no row is valid. None: about 16, fewer for short loops.
-            0: nothing is skipped, unless no step at all is valid. Results do not depend on it.
+        chunk: the number of steps that are skipped together if no row is valid. None: about 16, fewer for short loops,
+            and on a GPU an eighth of a long loop. 0: nothing is skipped, unless no step at all is valid. Results do not
+            depend on it.
         compact: True: in each chunk, the rows that have a valid step are moved to the front, along the first axis of
             the batch, and the body runs on the smallest tier that holds them. The body must not close over arrays that
             have rows (pass them through the carry or xs), and must accept any number of rows. Tiers are 1, 2, 4, ..., B
