@@ -4,6 +4,7 @@ Each body has another way in which the tangent of something that all rows share 
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -162,9 +163,22 @@ def proofs(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("fill", [np.nan, np.inf])
-@pytest.mark.parametrize("kind", DERIVATIVES)
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+DAILY = {
+    *itertools.product([vector, product, looked_up, joined, chosen, with_rule], ["gradient"]),
+    (product, "forward"),
+    (vector, "reverse over reverse"),
+    (number, "reverse over forward"),
+}
+
+
+def _case(body, kind, fill):
+    daily = fill is np.nan and (body, kind) in DAILY
+    return pytest.param(body, kind, fill, marks=[] if daily else pytest.mark.slow, id=f"{body.__name__}-{kind}-{fill}")
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "fill"), [_case(*each) for each in itertools.product(BODIES, DERIVATIVES, [np.nan, np.inf])]
+)
 def test_each_row_alone(body, kind, fill, proofs):
     args = given(fill)
     tangents = jax.tree.map(lambda leaf: jnp.cos(jnp.nan_to_num(leaf, posinf=1.0)), args)
@@ -176,7 +190,9 @@ def test_each_row_alone(body, kind, fill, proofs):
     assert_alike(got, wanted)
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
+@pytest.mark.parametrize(
+    "body", [product, *(pytest.param(body, marks=pytest.mark.slow) for body in BODIES if body is not product)]
+)
 def test_elements_of_a_vmap_in_reverse(body, proofs):
     args, lengths = given(np.nan), jnp.array([LENGTHS, LENGTHS[::-1]])
     flipped = (args[0], args[1][::-1], args[2][:, ::-1])
@@ -214,7 +230,7 @@ def of_loop(body, lengths):
     return loss
 
 
-@pytest.mark.parametrize("kind", ["gradient", "forward over reverse", "reverse over reverse"])
+@pytest.mark.parametrize("kind", ["forward over reverse", pytest.param("reverse over reverse", marks=pytest.mark.slow)])
 def test_a_rule_of_an_identity_is_kept_for_the_next_derivative(kind, proofs):
     def body(p, h, x):
         h = jnp.sin(reversed_sign(x) * h * p["number"])
@@ -227,7 +243,7 @@ def test_a_rule_of_an_identity_is_kept_for_the_next_derivative(kind, proofs):
     assert_alike(got, DERIVATIVES[kind](of_loop(body, LENGTHS), given(0.5), tangents))
 
 
-@pytest.mark.parametrize("kind", ["gradient", "reverse over reverse", "reverse over forward"])
+@pytest.mark.parametrize("kind", ["reverse over reverse", pytest.param("reverse over forward", marks=pytest.mark.slow)])
 def test_a_tangent_that_divides_by_an_integer(kind):
     """It is zero in padding, and read by the tangent where a checkpoint computes its quotient again."""
 
