@@ -23,12 +23,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
-from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import Array, PyTree, bytes_of, is_sharded, varying_axes
+from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
-from ..._trace.cost import count_saved_bytes
 from ..._trace.dependence import dependent
 from ..._trace.equations import called, called_without_rule, needed, origins, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
@@ -37,51 +35,11 @@ from ..._tree import Part, map_leaves, merge, split
 from ..remat import saves_steps
 from .axes import RowAxes
 from .guarded import Guarded
-from .leaves import RowMask, Schedule, select_valid
+from .leaves import RowMask, Schedule
 from .mask import GoodPair, masked_step
 from .writing import Result, write_chunks
 
 Arrays = list[Any]
-
-
-SMALL = 10
-"""How many times its bytes a step must save, at least, for its x to be copied: then the copy hardly counts."""
-
-
-def is_small_x(loop: Loop) -> bool:
-    """Whether x takes few of the bytes that the gradient of a masked loop saves, so that it may be copied.
-
-    Where rows share a leaf, padded ones are shown a row of this very step: no x from another time may join it.
-    """
-    consts, trace = loop.consts, loop.trace
-    told = isinstance(consts, tuple) and isinstance(consts[0], GoodPair)
-    if not told or None in (*loop.rows.axes.state, *loop.rows.axes.x):
-        return False
-    one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
-    return SMALL * one <= count_saved_bytes(trace.jaxpr, trace.varying)
-
-
-def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
-    """The loop, and its tangents, where padded rows are given the x of a good pair before it runs, not in each step."""
-    good, consts = loop.consts
-    d_consts, d_state, d_feed = tangents
-    leaves, structure = jax.tree.flatten(loop.xs.x)
-    triples = list(zip(leaves, good.x, loop.rows.axes.x, strict=True))
-    valid = loop.xs.valid
-
-    def shown(leaf: Array, other: Array, axis: int) -> Array:
-        return jax.vmap(lambda valid, x: select_valid(valid, x, other, axis))(valid, leaf)
-
-    x = [shown(*triple) for triple in triples]
-    d_x = [
-        d if isinstance(d, SymbolicZero) or not is_smooth(leaf) else shown(d, jnp.zeros((), d.dtype), axis)
-        for d, (leaf, _, axis) in zip(jax.tree.leaves(d_feed.x), triples, strict=True)
-    ]
-    nothing, (d_good, d_others) = [None] * len(x), d_consts
-    xs = loop.xs._replace(x=jax.tree.unflatten(structure, x))
-    loop = dataclasses.replace(loop, consts=(good._replace(x=nothing), consts), xs=xs)
-    d_feed = d_feed._replace(x=jax.tree.unflatten(structure, d_x))
-    return loop, ((d_good._replace(x=nothing), d_others), d_state, d_feed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -394,9 +352,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
-    unscheduled = dataclasses.replace(loop, xs=fed)
-    loop, part, d_on, found = _linearized(unscheduled, (d_consts, d_state, d_fed._replace(schedule=None)), apart=apart)
-    fed, axes = loop.xs, loop.rows.axes
+    part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
+    found, axes = _linearized(dataclasses.replace(loop, xs=fed), part, apart=apart), loop.rows.axes
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
@@ -421,21 +378,16 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
     leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
     state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
-    going_in = _tangents((loop.consts, loop.state, fed), found, part, d_on)
+    going_in = _tangents(given, found, part, d_on)
     d_state, d_ys = _solve(bare, found, going_in, (written[count:], jax.tree.leaves(fed)), schedule, size)
     return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
 
 
-def _linearized(loop: Loop, tangents: Any, *, apart: bool) -> tuple[Loop, Part, Arrays, Linearized]:
-    """A loop without a schedule, which of (consts, state, xs) have a tangent, these, and its linearized step."""
+def _linearized(loop: Loop, part: Part, *, apart: bool) -> Linearized:
     if apart:
-        part, d_on = nonzero_part((loop.consts, loop.state, loop.xs), tangents)
         with contextlib.suppress(Unproven):
-            return loop, part, d_on, linearize_guarded(loop, part)
-    if is_small_x(loop):
-        loop, tangents = with_good_x(loop, tangents)
-    part, d_on = nonzero_part((loop.consts, loop.state, loop.xs), tangents)
-    return loop, part, d_on, linearize(loop, part)
+            return linearize_guarded(loop, part)
+    return linearize(loop, part)
 
 
 def _zeros(loop: Loop, aval: Any) -> Array:
