@@ -25,7 +25,10 @@ from .leaves import RowMask
 Arrays = list[Any]
 
 MOST_CUT = 5
-"""How many elements may be selected in the derivative for each that would be selected before the body."""
+"""How many elements may be selected in the derivative for each that would be selected before the body.
+
+Of the families of the benchmarks, one to six are the fastest on one half, and five to twelve on the other.
+"""
 
 
 class Cut(NamedTuple):
