@@ -164,7 +164,7 @@ def proofs(monkeypatch):
 
 
 DAILY = {
-    *itertools.product([vector, product, looked_up, joined, chosen, with_rule], ["gradient"]),
+    *itertools.product([product, looked_up, with_rule], ["gradient"]),
     (product, "forward"),
     (vector, "reverse over reverse"),
     (number, "reverse over forward"),

@@ -288,7 +288,9 @@ def _affine(p, h, x):
     return h, x * p["v"]
 
 
-@pytest.mark.parametrize("body", [_unread, _stopped, _same_y, _zero_y, _affine])
+@pytest.mark.parametrize(
+    "body", [_unread, _same_y, *(pytest.param(body, marks=pytest.mark.slow) for body in (_stopped, _zero_y, _affine))]
+)
 def test_a_gradient_of_a_gradient_parts_of_which_depend_on_nothing(body):
     """JAX transposes a loop only if all of its inputs are linear, also one whose derivative is the same anywhere."""
     rng, lengths = np.random.default_rng(0), (33, 5, 0)
