@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import called, called_without_rule, needed, origins, variables_of
+from ..._trace.equations import Calls, called, called_without_rule, needed, origins, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
 from ..._trace.independence import rows_within
 from ..._tree import Part, map_leaves, merge, split
@@ -178,7 +178,8 @@ def linearize_guarded(loop: Loop, part: Part) -> Linearized:
     if any(flags is not None for flags in (xs.reset, xs.cut, xs.cut_shared, xs.end)):
         raise Unproven("an option changes what padded rows are shown")
     others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
-    found = linearize(loop.having(step=masked_step(loop.step, stands_in=False, guards=True)), part)
+    guarding = loop.having(step=masked_step(loop.step, stands_in=False, guards=True))
+    found = linearize(guarding, part, guards=True)
     given, rows = (*axes.consts, *axes.state, *axes.x, *others, 0), xs.valid.shape[1]
     known = rows_within(found.record.jaxpr, given, rows)
     if known is None:
@@ -195,8 +196,8 @@ def linearize_guarded(loop: Loop, part: Part) -> Linearized:
     return found._replace(guarded=Guarded.of(push, read, places, tangents, rows=rows, shown=shown))
 
 
-def linearize(loop: Loop, part: Part) -> Linearized:
-    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
+def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
+    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one; `guards` is that of the step.
 
     Raises:
         Unproven: if a key would have to be saved.
@@ -222,7 +223,8 @@ def linearize(loop: Loop, part: Part) -> Linearized:
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on)
+    into = _into(closed.jaxpr, on) if guards else called_without_rule
+    return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on, into)
 
 
 def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -238,7 +240,13 @@ def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[t
 
 
 def _parted(
-    closed: Any, structure: Any, loop: Loop, bounds: tuple[int, int], on: tuple[bool, ...], y_on: tuple[bool, ...]
+    closed: Any,
+    structure: Any,
+    loop: Loop,
+    bounds: tuple[int, int],
+    on: tuple[bool, ...],
+    y_on: tuple[bool, ...],
+    into: Calls,
 ) -> Linearized:
     jaxpr, (first, last) = closed.jaxpr, bounds
     count = last - first + len(y_on)
@@ -249,7 +257,7 @@ def _parted(
     fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
     selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
     saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
-    known = zip(origins(jaxpr, jaxpr.invars, _into(jaxpr))[count:], jaxpr.outvars[count:], strict=True)
+    known = zip(origins(jaxpr, jaxpr.invars, into)[count:], jaxpr.outvars[count:], strict=True)
     read = [var if origin is None else origin for origin, var in known]
     for var in read:
         if hasattr(var, "val") or var not in varying:
@@ -277,12 +285,15 @@ def _parted(
     )
 
 
-def _into(jaxpr: Any) -> Callable[[Any], tuple[Any, list[Any]] | None]:
-    """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`."""
-    *leaves, valid = jaxpr.invars
+def _into(jaxpr: Any, on: tuple[bool, ...]) -> Calls:
+    """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`.
+
+    It is left in the trace of a tangent for inputs that have none; and no other call reads such an input directly.
+    """
+    without, valid = split(on, jaxpr.invars)[1], jaxpr.invars[-1]
 
     def called_or_guarded(equation: Any) -> tuple[Any, list[Any]] | None:
-        ours = len(equation.invars) == 2 and equation.invars[1] is valid and equation.invars[0] in leaves
+        ours = len(equation.invars) == 2 and equation.invars[1] is valid and equation.invars[0] in without
         return called(equation) if ours else called_without_rule(equation)
 
     return called_or_guarded
