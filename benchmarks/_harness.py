@@ -275,7 +275,7 @@ def run_suite(
     results: Path | None,
     distribution: Callable[[Sequence[Measurement | MemoryMeasurement]], Sequence[Distribution]] = lambda measured: (),
 ) -> bool:
-    """Measures a suite, prints a table and writes `<results>/<name>.json`.
+    """Measures a suite, prints a table and writes `<results>/<name>.json`, unless nothing can be measured here.
 
     Args:
         name: the suite's name.
@@ -301,7 +301,7 @@ def run_suite(
     distributions = distribution([*measurements, *memory])
     if distributions:
         print("\n" + "\n".join([_DISTRIBUTION_HEADER, *map(_distribution_row, distributions)]))
-    if results is not None:
+    if results is not None and (measurements or memory):
         report["comparisons"] = [dataclasses.asdict(m) for m in measurements]
         if memory:
             report["memory"] = [dataclasses.asdict(m) for m in memory]

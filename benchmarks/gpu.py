@@ -2,7 +2,7 @@
 
 All programs are compiled before anything is timed, many at once, so that the suite takes minutes: compilers of GPU
 programs time kernels on the device. Products are computed in full precision, by all peers, since results are compared.
-On a CPU this suite has no comparisons.
+On a CPU this suite has no comparisons, and its results are left alone.
 """
 
 import dataclasses

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts import ROOT, script
+from scripts import ROOT, printed, script
 
 figures = script("figures")
 
@@ -151,3 +151,10 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     table = (ROOT / "README.md").read_text().split("<!-- figures -->")[1].split("<!-- /figures -->")[0]
     for cell, line in zip(cells, table.strip().splitlines()[2:], strict=True):
         assert line.endswith(cell)
+
+
+def test_a_suite_that_cannot_be_measured_here_leaves_its_results_alone(tmp_path):
+    """`make bench` on a CPU would otherwise replace what was measured on a GPU by nothing."""
+    output = printed("-m", "benchmarks", "gpu", "--results", str(tmp_path), cwd=ROOT)
+    assert "gpu" in output
+    assert not list(tmp_path.iterdir())
