@@ -16,10 +16,12 @@ import jax.numpy as jnp
 import pytest
 from jaxtyping import Array, Float
 from loops import array
+from modules import CALLS
 from oracle import assert_bitwise
 from thin import all_pairs, everyday, parametrize
 
 import treescan
+from scripts import printed
 
 pytestmark = pytest.mark.quick
 
@@ -250,6 +252,11 @@ def test_an_equal_body_is_in_use_while_the_first_dies(run):
     del first
     assert treescan.scan(second, jnp.ones(3), XS)[0].shape == (3,)
     assert run(second) == run(Slots(7.0))
+
+
+def test_bodies_that_live_until_python_ends_go_without_a_word():
+    """A script's own functions are such bodies."""
+    printed("-c", f"import jax, jax.numpy as jnp{CALLS}")
 
 
 def test_one_body_for_two_verbs():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -131,12 +130,6 @@ class Body:
         return body
 
 
-def _forget(reference: _Reference) -> None:
-    """The body is gone, and so is its handle."""
-    with contextlib.suppress(AttributeError):  # Python ends, and has emptied this module
-        _bodies.pop(reference, None)
-
-
 def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:
     try:
         return tuple(inspect.signature(outermost(function), follow_wrapped=wrapped).parameters.values())
@@ -161,6 +154,15 @@ def outermost(function: Any) -> Any:
 
 
 _bodies: dict[_Reference, Body] = {}
+
+
+def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> None:
+    """The body is gone, and so is its handle.
+
+    The default is bound here: a script's own bodies go when Python ends, and by then it has emptied this module.
+    """
+    forget(reference, None)
+
 
 _programs = Memo()
 
