@@ -18,6 +18,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treescan
 
+if len(sys.argv) != 5:
+    sys.exit(__doc__)
 number, count, address, folder = sys.argv[1:]
 jax.distributed.initialize(
     address,
