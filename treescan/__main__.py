@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.util
 import re
 import sys
@@ -33,14 +34,21 @@ def main(arguments: list[str] | None = None) -> int:
     explaining = commands.add_parser(
         "explain", help="says what an error, a warning or a finding means, and what to do about it"
     )
-    explaining.add_argument("name", choices=kinds, metavar="name", help=f"one of {', '.join(kinds)}")
+    explaining.add_argument("name", metavar="name", help=f"one of {', '.join(kinds)}")
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
     parsed = parser.parse_args(arguments)
     if parsed.command == "explain":
-        page = "describe.md" if parsed.name in FINDINGS else "errors.md"
-        print(section(parsed.name, page))  # noqa: T201, a program for a terminal
+        name = parsed.name.removeprefix("treescan.")  # as a traceback prints it
+        known = {kind.lower(): kind for kind in kinds}
+        if name.lower() not in known:
+            near = difflib.get_close_matches(name.lower(), known, 1)
+            cure = f"did you mean {known[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
+            explaining.error(f"there is no {name}: {cure}")
+        name = known[name.lower()]
+        page = "describe.md" if name in FINDINGS else "errors.md"
+        print(section(name, page))  # noqa: T201, a program for a terminal
         return 0
     return _list_plugins()
 

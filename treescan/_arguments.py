@@ -137,6 +137,8 @@ def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None
     """One axis a leaf of xs, or None for the usual case: axis 0 of every leaf."""
     if type(in_axes) is int and in_axes == 0:
         return None
+    if xs is None:
+        raise Misuse("{call}: `in_axes` is for xs, but there are none.", "Leave it out.")
     axes = spread_axes("in_axes", in_axes, xs, root, none=True)
     check_axes("in_axes", axes, xs, root)
     if not any(axes) and None not in axes:
@@ -190,9 +192,15 @@ def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) 
         cure += f" If it is the number of {{unit}}s: pass `{{length}}={count}` in its place." if count else ""
     for path, node in without:
         if isinstance(node, list | tuple):
+            cure = f"Make it an array, `jnp.asarray({path})`."
+            if len({len(item) if isinstance(item, list | tuple) else None for item in node}) > 1:
+                cure = (
+                    "Its items differ in length. If each is a sequence, make one batch of them, "
+                    f"`treescan.pad([jnp.asarray(each) for each in {path}])`, and pass it to `treescan.mask_scan`."
+                )
             cure = (
                 f"{path}: JAX reads a {type(node).__name__} of numbers as {len(jax.tree.leaves(node))} leaves "
-                f"without an axis, not as {len(node)} {{unit}}s. Make it an array, `jnp.asarray({path})`."
+                f"without an axis, not as {len(node)} {{unit}}s. {cure}"
             )
             break
     return fault(f"{{call}}: {root} has leaves without an axis to scan over.", cure, rows=rows)
@@ -215,15 +223,18 @@ def refuse_unsliced(xs: PyTree, root: str = "xs") -> None:
         shape = getattr(leaf, "shape", None)
         return is_static(leaf) and ((isinstance(shape, tuple) and shape != ()) or isinstance(leaf, Iterator | range))
 
-    if any(map(is_unsliced, jax.tree.leaves(xs))):
+    unsliced = [(path, leaf) for path, leaf in leaves_with_path(root, xs) if is_unsliced(leaf)]
+    if unsliced:
+        path, first = unsliced[0]
+        numbers = f"list({path})" if isinstance(first, Iterator) else path
+        numbers = f"{path}.astype(float)" if getattr(first, "dtype", None) == np.object_ else numbers
         raise TypeMisuse(
             f"{{call}}: {root} has leaves that JAX cannot slice.",
-            "Each {unit} would receive the whole leaf. Make an array of its numbers, `jnp.asarray(...)`. What is not "
-            "numbers stays out: the {step} can close over it.",
+            f"Each {{unit}} would receive the whole leaf. Make an array of its numbers, `jnp.asarray({numbers})`. What "
+            "is not numbers stays out: the {step} can close over it.",
             rows=[
                 Row(path, "an array of numbers", f"{type(leaf).__name__} {getattr(leaf, 'dtype', '')}".rstrip())
-                for path, leaf in leaves_with_path(root, xs)
-                if is_unsliced(leaf)
+                for path, leaf in unsliced
             ],
         )
 
@@ -365,6 +376,8 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
     if len(body.names) < len(takes) or needs_more:
         first = ", ".join(takes)
         others = ". Bind other arguments first, `functools.partial({step}, ...)`"
+        if "mask" in body.names[len(takes) :]:
+            others = ". `mask_scan` passes each step's mask as the keyword `valid`"
         if convention.spread:
             others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
         raise BodyFault(

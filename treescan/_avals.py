@@ -48,7 +48,7 @@ def _describe_value(value: Any) -> str:
     if isinstance(name, str):
         return f"`{name.rsplit('<locals>.', 1)[-1]}`"
     text = repr(value)
-    if " at 0x" in text:
+    if " at 0x" in text or "Tracer(" in text:
         return f"a {type(value).__qualname__}"
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -257,7 +257,7 @@ def holds(dtype: Any, value: complex) -> bool:
     if isinstance(value, complex):
         return False
     if jnp.issubdtype(dtype, jnp.floating):
-        return True
+        return not math.isfinite(value) or abs(value) <= float(jnp.finfo(dtype).max)
     if math.isnan(value) or math.isinf(value) or value != int(value):
         return False
     if dtype == np.bool_:

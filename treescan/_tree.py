@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -174,8 +175,8 @@ def is_static(leaf: Any) -> bool:
     """Whether a leaf is neither an array nor a scalar: such a leaf stays outside the loop."""
     if type(leaf) in _known_arrays:
         return False
-    if isinstance(leaf, np.ndarray):  # of texts, objects or dates?
-        return leaf.dtype.kind in "OSUMm"
+    if isinstance(leaf, np.ndarray | np.generic):  # of texts, objects, dates or records?
+        return leaf.dtype.kind in "OSUMm" or leaf.dtype.names is not None
     if not isinstance(leaf, _ARRAY_LIKE):
         try:
             jax.typeof(leaf)
@@ -192,12 +193,16 @@ class Static:
 
     It is equal by value where that can be hashed, by identity elsewhere. The latter makes a tree with an unhashable
     static leaf a new structure in each call, so that a leaf which was mutated in place is never served from a cache.
+    An object that hashes by its identity is equal for as long as its attributes are the same objects.
     """
 
     value: Any
     code: int = field(init=False)
+    contents: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        by_identity = type(self.value).__hash__ is object.__hash__
+        object.__setattr__(self, "contents", tuple(contents_of(self.value).items()) if by_identity else ())
         try:  # Python hashes a NaN by its identity
             code = hash(repr(self.value) if isinstance(self.value, float | complex) else self.value)
         except TypeError:
@@ -216,7 +221,38 @@ class Static:
             return False
         if isinstance(self.value, float | complex):  # 0.0 is not -0.0, and NaN is NaN
             return repr(self.value) == repr(other.value)
-        return bool(self.value == other.value)
+        return bool(self.value == other.value) and self._has_same_contents(other)
+
+    def _has_same_contents(self, other: Static) -> bool:
+        pairs = itertools.zip_longest(self.contents, other.contents, fillvalue=(None, None))
+        return all(name == again and value is there for (name, value), (again, there) in pairs)
+
+
+def contents_of(value: Any) -> dict[str, Any]:
+    """The attributes that an instance of a user's class holds; of functions, classes and modules, nothing."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType):
+        return {}
+    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+def holds_arrays(leaf: Any) -> bool:
+    """Whether a static leaf is an object whose attributes are arrays: JAX sees neither these nor their changes.
+
+    What can be called is a function to its users, and may close over arrays.
+    """
+    return is_static(leaf) and not callable(leaf) and _holds_arrays(leaf, set())
+
+
+def _holds_arrays(value: Any, seen: set[int]) -> bool:
+    seen.add(id(value))
+    for inner in jax.tree.leaves(contents_of(value)):
+        if isinstance(inner, jax.Array | np.ndarray):
+            if not is_static(inner):
+                return True
+        elif id(inner) not in seen and not callable(inner) and _holds_arrays(inner, seen):
+            return True
+    return False
 
 
 def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:

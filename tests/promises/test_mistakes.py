@@ -211,3 +211,49 @@ def test_a_linen_module_may_be_called_that_has_its_variables_and_changes_none() 
         np.testing.assert_allclose(run(xs), h, rtol=1e-5)
     with pytest.raises(treescan.BodyError, match=r"made or changed variables of a flax\.linen module"):
         Recurrent(statistics=True).init(jax.random.key(0), xs)
+
+
+# --- objects that JAX does not know -----------------------------------------------------------------------------------
+
+
+class Settings:
+    """Hashes by its identity, and holds no array."""
+
+    rate: Any = 1.0
+
+
+def rated(c: Any, x: Any) -> Any:
+    settings = next(each for each in (*c, *x) if isinstance(each, Settings))
+    return (c[0] + settings.rate, *c[1:]), None
+
+
+HOLDING: dict[str, Callable[[Any], Any]] = {
+    "init": lambda held: scan(rated, (0.0, held), (jnp.ones(4),))[0][0],
+    "xs": lambda held: scan(rated, (0.0,), (jnp.ones(4), held))[0][0],
+    "init of mask_scan": lambda held: mask_scan(rated, (0.0, held), (jnp.ones(4),), lengths=4)[0][0],
+    "args": lambda held: fold_layers(lambda w, x, held: x + w * held.rate, 0.0, jnp.ones(4), args=(held,)),
+}
+
+
+@pytest.mark.parametrize("run", HOLDING.values(), ids=HOLDING)
+@pytest.mark.parametrize("slots", [False, True])
+def test_an_object_that_was_changed_is_not_served_from_a_cache(run: Callable[[Any], Any], slots: bool) -> None:
+    held: Any = type("Slotted", (Settings,), {"__slots__": ("rate",)})() if slots else Settings()
+    seen = []
+    for rate in (1.0, 1.0, 3.0, jnp.float32(2.0) if run is HOLDING["args"] else 2.0):
+        held.rate = rate
+        seen.append(float(run(held)))
+    assert seen == [4.0, 4.0, 12.0, 8.0]
+
+
+def test_an_object_that_was_not_changed_is_not_traced_again() -> None:
+    traces, counts, held = [], [], Settings()
+
+    def step(c: Any, x: Any) -> Any:
+        traces.append(x)
+        return (c[0] + held.rate, c[1]), None
+
+    for _ in range(3):
+        scan(step, (0.0, held), jnp.ones(4))
+        counts.append(len(traces))
+    assert counts == [counts[0]] * 3

@@ -165,6 +165,17 @@ def test_positions_of_keys_and_in_vmap():
     assert_close(got, (every[0], jax.tree.map(lambda y: y[:, AT], every[1])))
 
 
+@pytest.mark.parametrize("axes", [1, -1, {"last": 0, "all": 1}])
+def test_out_axes_are_of_outputs_that_are_stacked(axes):
+    def step(c, x):
+        return c + x, {"last": c, "all": x * jnp.arange(3.0)}
+
+    save = {"last": "last", "all": "all"}
+    _, ys = treescan.scan(step, 0.0, jnp.arange(4.0), save=save, out_axes=axes)
+    assert ys["last"] == 3
+    assert_close(ys["all"], jnp.outer(jnp.arange(3.0), jnp.arange(4.0)))
+
+
 @pytest.mark.parametrize("without_jit", [False, True])
 def test_python_numbers_keep_their_weak_type(without_jit):
     with jax.disable_jit(without_jit):

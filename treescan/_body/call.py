@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,8 +18,9 @@ from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
 from .._flax import holds, module_classes, variable_classes
 from .._loop.loop import Body, Feed, wrapped_parameters
 from .._loop.run import keeps_named_pairs
-from .._tree import is_static, leaves_with_path, same_structure, thaw_static
+from .._tree import holds_arrays, is_static, leaves_with_path, same_structure, thaw_static
 from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
+from .registered import REGISTER
 from .signature import SCAN, Convention, annotated
 
 
@@ -214,6 +216,9 @@ def carry_name(body: Body, convention: Convention) -> str:
 
 def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, a layer's state and y, by the verb's convention."""
+    if isinstance(out, types.GeneratorType | types.CoroutineType):
+        word = "yield" if isinstance(out, types.GeneratorType) else "async"
+        raise BodyFault(f"{{body}} is no plain function: it has `{word}`.", "Write it with `def` and `return`.")
     if convention.stateful:
         return split_state(convention, out)
     if convention.pair:
@@ -284,6 +289,8 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
             "Let the {step} close over such leaves, and keep them out of {init}. Or call `treescan.scan`, which "
             "carries it: its body returns the values to stack as y."
         ]
+    if any(map(holds_arrays, jtu.tree_leaves(y))):
+        cures.insert(0, REGISTER)
     if holds(y, module_classes()):  # of equinox, whose functions are leaves
         model = "To stack the arrays of a model, return `eqx.filter(model, eqx.is_array)` as y, in place of the model."
         cures.insert(1 if carry else 0, model)

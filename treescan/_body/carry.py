@@ -33,8 +33,20 @@ from .._avals import (
 from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row
 from .._loop.loop import Body, warns_of_traces
 from .._loop.run import is_last_trace
-from .._tree import KeyPath, Root, children, is_number, is_static, leaves_with_path, metadata, named_roots, path_str
+from .._tree import (
+    KeyPath,
+    Root,
+    children,
+    holds_arrays,
+    is_number,
+    is_static,
+    leaves_with_path,
+    metadata,
+    named_roots,
+    path_str,
+)
 from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
+from .registered import REGISTER
 from .signature import Convention
 
 
@@ -93,6 +105,8 @@ def holds(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
 
 
 def _same_leaf(given: Any, returned: Any) -> bool:
+    if holds_arrays(returned):  # the body may have changed the object that it was given
+        return False
     if same_type(given, returned):
         return True
     return is_static(given) and is_static(returned) and _same_value(given, returned)
@@ -203,9 +217,15 @@ def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Differ
     expected, came = describe_leaf(given), describe_leaf(returned)
     if is_static(given):
         cure = "a leaf that is not an array must be the same in every {unit}. Return it unchanged."
+        cure = (
+            f"{type(returned).__name__} holds arrays now, but is not a pytree. {REGISTER}"
+            if holds_arrays(returned)
+            else cure
+        )
         return Difference.of(leaf, expected, came, "static", cure, "static")
     if is_static(returned):
         cure = f"return an array; {came} is not a value that JAX can carry."
+        cure = f"{type(returned).__name__} is not a pytree. {REGISTER}" if holds_arrays(returned) else cure
         return Difference.of(leaf, expected, came, "static", cure, "static")
     explained = list(_explain_types(leaf, start, given, returned))
     cures = tuple(Cure(f"{leaf}: {cure}", kind, leaf) for _, kind, cure in explained)
@@ -228,12 +248,23 @@ def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> Iterator
         cure = f"Return a value of dtype {given_dtype}."
         if isinstance(given_dtype, np.dtype):
             cure = f"Cast it back, `{name}.astype(jnp.{given_dtype})`, or start from {dtype}."
-            if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(given_dtype, jnp.inexact):
-                cure = f"Start from {dtype}: a cast back to {given_dtype} would lose fractions."
+            lost = _lost(given_dtype, dtype)
+            cure = f"Start from {dtype}: a cast back to {given_dtype} would {lost}." if lost else cure
         yield "dtype", "dtype", f"the {{step}} returned {dtype}. {cure}"
     elif not reshaped:
         note, cure = _placement(name, start, jax.typeof(given), jax.typeof(returned))
         yield note, note, cure
+
+
+def _lost(kept: Any, dtype: Any) -> str:
+    """What a cast to the dtype that is kept would do to a number, beside a loss of precision; nothing else: ""."""
+    if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(kept, jnp.complexfloating):
+        return "drop the imaginary part"
+    if kept == np.bool_:
+        return "keep only whether it is zero"
+    if jnp.issubdtype(dtype, jnp.inexact) and not jnp.issubdtype(kept, jnp.inexact):
+        return "lose fractions"
+    return ""
 
 
 def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:

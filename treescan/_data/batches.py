@@ -404,6 +404,8 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
         [10. 20. 30.]
         [40.]
     """
+    if isinstance(data, Packed):
+        raise Misuse("{verb} takes no `Packed`.", "`treescan.unpack(packed)` returns its sequences.")
     if isinstance(data, Padded) == (lengths is not None):
         raise Misuse(
             f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",

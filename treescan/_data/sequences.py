@@ -28,9 +28,10 @@ from .._avals import (
     shape_of,
 )
 from .._body.carry import find_differences
+from .._body.registered import refuse_unregistered
 from .._errors import Fault, Misuse, Row, TracedArgumentError, TypeMisuse, expect, expect_int
 from .._transforms.axes import spread_prefix
-from .._tree import Shown, is_static, leaves_with_path
+from .._tree import Shown, is_number, is_static, leaves_with_path
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 
@@ -234,14 +235,17 @@ def refuse_traced(value: Any, name: str, cure: str = _OUTSIDE_JIT) -> None:
 
 def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
     """Refuses leaves without an axis of steps, and sequences without leaves."""
+    refuse_unregistered({f"sequences[{i}]": sequence for i, sequence in enumerate(sequences)})
     named: list[tuple[str, Any]] = []
     for i, flat in enumerate(leaves):
         if not flat or not all(map(shape_of, flat)):
             named += without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
     if named:
         lists = [path for path, node in named if isinstance(node, list | tuple) and node]
+        numbers = all(is_number(sequence) for sequence in sequences)
         raise Misuse(
             "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
+            *(["For one sequence of numbers: `[jnp.asarray(sequences)]`."] if numbers else []),
             *(
                 f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
                 for path in lists[:1]

@@ -26,6 +26,7 @@ from .._avals import (
     spec_parts,
 )
 from .._body.carry import agree, find_differences
+from .._body.registered import refuse_unregistered
 from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, speaking_of, verb
 from .._loop.loop import Body, is_jit_disabled, under_a_trace
 from .._transforms.axes import spread_prefix
@@ -224,6 +225,7 @@ def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
 
 
 def _stack(layers: list[PyTree]) -> PyTree:
+    refuse_unregistered({f"layers[{i}]": layer for i, layer in enumerate(layers)}, LayerFault)
     alike = [numbers_in(layer) for layer in layers if same_structure(layers[0], layer)]
     columns = zip(jax.tree.leaves(layers[0]), *alike, strict=True)
     shared = [is_static(leaf) or all(are_numbers) for leaf, *are_numbers in columns]  # the same in all layers
@@ -467,7 +469,9 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
 
 
 def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
-    return freeze_shared(body.function(key, *thaw_static(frozen)))
+    layer = body.function(key, *thaw_static(frozen))
+    refuse_unregistered({"layer": layer}, LayerFault)
+    return freeze_shared(layer)
 
 
 def _all(body: Body, n: int, key: Array, frozen: PyTree) -> PyTree:

@@ -148,7 +148,9 @@ class Measurements:
             rounds = min(plan.rounds for plan in self._ran)
             many = f"{rounds} rounds" if rounds > 1 else "one round"
             notes.append(f"The fastest: `remat={spelled(self.best)}`. Times are medians of {many}.")
-        notes += [f"Not measured: {', '.join(plans)}. {reason}" for reason, plans in refused.items()]
+        notes += [
+            f"Not measured: {', '.join(plans)}. {reason[:1].upper()}{reason[1:]}" for reason, plans in refused.items()
+        ]
         return Section("", ("time", "range", "memory", "to compile", "remat"), rows, notes)
 
     @keeps_its_frame

@@ -20,7 +20,7 @@ from .._arguments import without_axis
 from .._avals import PyTree, describe_leaf, describe_node, is_key, is_weak, type_of
 from .._data.batch import Packed, Padded
 from .._errors import Fault, Misuse, Row, TypeMisuse
-from .._tree import leaves_with_path
+from .._tree import is_number, leaves_with_path
 
 
 class Read(NamedTuple):
@@ -94,7 +94,7 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
     if source is None:
         if length is None:
             raise Misuse("{call}: there is no source, so the number of steps is unknown.", "Pass `length=`.")
-        return _Sliced(lambda start, n: None, length, chunk, reverse)
+        return _Sliced(_nothing, length, chunk, reverse)
     if isinstance(source, Iterator) or _is_iterable(source):
         if reverse:
             raise Misuse(
@@ -157,6 +157,10 @@ def _type_of_step(leaf: Any) -> str:
     return describe_leaf(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
 
 
+def _nothing(start: int, n: int) -> None:
+    """The part of a loop without inputs."""
+
+
 @dataclass
 class _Sliced:
     """A source of which any part can be read."""
@@ -176,6 +180,11 @@ class _Sliced:
             steps = min(self.chunk, self.length - start)
             with _noted(start):
                 part = self.take(start, steps)
+            if part is None and self.take is not _nothing:
+                raise Misuse(
+                    f"{{call}}: the source returned None for ({start}, {steps}).",
+                    "It is called with (start, n), and returns the n steps from `start` on: leaves `[n, ...]`.",
+                )
             there = steps_of(part, "x") if jax.tree.leaves(part) else steps
             if there != steps:
                 raise Misuse(
@@ -289,7 +298,8 @@ def steps_of(tree: PyTree, root: str) -> int:
     if not all(_has_axis(leaf) for _, leaf in leaves):
         bare = without_axis(root, tree)
         lists = [path for path, node in bare if isinstance(node, list | tuple)]
-        parts = "A part holds `chunk` steps, not a single one: `treescan.stack` makes one of a list of steps. "
+        made = "np.asarray" if is_number(tree) else "treescan.stack"
+        parts = f"A part holds `chunk` steps, not a single one: `{made}` makes one of a list of steps. "
         raise Misuse(
             f"{{call}}: `{root}` has leaves without an axis of steps.",
             f"{parts * (root == 'x')}The first axis of every leaf is the steps.",

@@ -72,8 +72,14 @@ def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:
     )
 
 
-def move_outputs(ys: PyTree, out_axes: Axes, root: str = "y") -> PyTree:
+def move_outputs(ys: PyTree, out_axes: Axes, root: str = "y", stacked: Sequence[bool] | None = None) -> PyTree:
     """Moves the stacked axis of every output from the front to the axis in `out_axes`.
+
+    Args:
+        ys: the outputs.
+        out_axes: one axis, or a prefix tree of axes.
+        root: what the user calls a step's output.
+        stacked: for each leaf whether it has that axis; None: all have.
 
     Raises:
         Fault: for an `ArgumentError` that lists the leaves without that axis.
@@ -81,8 +87,9 @@ def move_outputs(ys: PyTree, out_axes: Axes, root: str = "y") -> PyTree:
     if isinstance(out_axes, int) and out_axes == 0:
         return ys
     axes = spread_axes("out_axes", out_axes, ys, root)
+    axes = axes if stacked is None else tuple(axis if on else None for axis, on in zip(axes, stacked, strict=True))
     check_axes("out_axes", axes, ys, root)
-    return map_leaves(lambda y, axis: jnp.moveaxis(y, 0, axis or 0), ys, axes)
+    return map_leaves(lambda y, axis: jnp.moveaxis(y, 0, axis) if axis else y, ys, axes)
 
 
 @dataclass(frozen=True)

@@ -176,13 +176,7 @@ def without_dropped(leaves: list[Any], structure: Any, save: Prefix) -> PyTree:
 
 def move_kept(ys: PyTree, out_axes: Axes, save: Prefix | None) -> PyTree:
     """Moves the stacked axis of the outputs that have one to where `out_axes` wants it."""
-    if save is None or LAST not in save.leaves:
-        return move_outputs(ys, out_axes)
-    leaves, structure = jax.tree.flatten(ys)
-    stacked = [keep != LAST for keep in save.spread(ys, "y")]
-    whole = [y if on else y[None] for y, on in zip(leaves, stacked, strict=True)]
-    moved = jax.tree.leaves(move_outputs(jax.tree.unflatten(structure, whole), out_axes))
-    return jax.tree.unflatten(structure, [m if on else y for m, y, on in zip(moved, leaves, stacked, strict=True)])
+    return move_outputs(ys, out_axes, stacked=None if save is None else [keep != LAST for keep in save.spread(ys, "y")])
 
 
 @dataclass(frozen=True)

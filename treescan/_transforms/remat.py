@@ -231,7 +231,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
 def _check_count(name: str, value: Any, least: int) -> None:
     count = exact_int(value)
     if value is not None and (count is None or count < least):
-        raise Misuse(
+        raise (TypeMisuse if count is None else Misuse)(
             f"{{verb}} over {{body}}: `{name}` of a `Remat` must be an int of at least {least}, got "
             f"{describe_argument(value)}.",
             _COUNTS[name],

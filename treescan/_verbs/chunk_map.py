@@ -86,6 +86,9 @@ def chunk_map(
         size = expect_int(chunk_size, "chunk_size", _WHOLE, least=1, small=_WHOLE)
         adds = reduce is not None
         expect(not adds or (isinstance(reduce, str) and reduce == "sum"), "reduce", '"sum" or None', reduce, _ADDS)
+        if adds and out_axes != 0:
+            says = '{call}: `out_axes` has no axis to place, because `reduce="sum"` adds it up.'
+            raise Misuse(says, "Leave it out.")
         out = None if adds else static_axes("out_axes", out_axes)
         plan, (body, _) = check_remat(remat), body_of(f, CHUNK_MAP)
         if needs_keyword(body, "key"):

@@ -280,12 +280,18 @@ def measure_remat(
     raise explained
 
 
+def _named(verb: Any) -> str:
+    """A function by its name and package: JAX has a `scan` too."""
+    package = callable(verb) and str(getattr(verb, "__module__", "")).partition(".")[0]
+    return describe_argument(verb) + (f" of `{package}`" if package else "")
+
+
 def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Taken]:
     """What takes a call from its verb: as it was given, or with another `remat`."""
     if not any(verb is other for other in _VERBS):
         named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
         raise Misuse(
-            f"the first argument of `{own}` must be one of {named}, got {describe_argument(verb)}.",
+            f"the first argument of `{own}` must be one of {named}, got {_named(verb)}.",
             f"Pass the verb, and then the arguments of its call: `treescan.{own}(treescan.scan, step, init, xs)`.",
         )
 

@@ -91,7 +91,7 @@ def fori(
         10
     """
     try:
-        check_options(options, _ACCEPTED, _REFUSES)
+        check_options(options, _ACCEPTED | {"max_length"}, _REFUSES)
         check_callable(f, FORI.call)
         checks = options.pop("check_finite", False)
         remat, progress = options.pop("remat", None), options.pop("progress", None)

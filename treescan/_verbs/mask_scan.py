@@ -188,7 +188,7 @@ def mask_scan(
         compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
         rows = RowPlan(flags, *axes, time_axis, reset_to, fill, chunk, compact)
-        options = {"in_axes": time_axis, "out_axes": time_axis, **options}
+        options = {"in_axes": 0 if xs is None else time_axis, "out_axes": time_axis, **options}
         return returned(run_scan(MASK_SCAN, f, init, xs, length, rows=rows, **options))
     except Exception as error:
         explained = explain(in_own_words(error), "mask_scan", f, init)

@@ -22,6 +22,7 @@ from .._arguments import (
 )
 from .._avals import Array, ArrayLike, LeafAxes, PyTree
 from .._body.call import check_callable, names_of, takes_keyword
+from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
 from .._errors import Misuse, describe_body, verb
 from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
@@ -284,7 +285,8 @@ def prepare(
     adopted = adopt(init)
     key = check_key(key)
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
-    if frozen_xs is not xs:
+    if frozen_init is not adopted.init or frozen_xs is not xs:
+        refuse_unregistered({"init": init, "xs": xs})
         refuse_unsliced(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)

@@ -34,9 +34,10 @@ from .._avals import (
 )
 from .._body.call import are_alike
 from .._body.carry import StateAndY
+from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
-from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
+from .._errors import LayerFault, Misuse, Row, TreescanError, TypeMisuse, speaking_of
 from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
@@ -101,6 +102,7 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
     frozen = any(map(operator.is_not, given, (*stacks, *own)))
     if frozen:
         roots = [f"{root}{name}" for root in ("layers", "xs") for name in names]
+        refuse_unregistered(dict(zip(roots, given, strict=True)))
         for root, tree in zip(roots, given, strict=True):
             refuse_unsliced(tree, root)
     length = check_length(length)
@@ -146,14 +148,15 @@ def forgotten_stack(layers: PyTree, root: str) -> list[str]:
 def one_each(count: int, given: Any, name: str) -> tuple[Any, ...]:
     """A sequence with one item for each block."""
     fault = LayerFault if name in ("layers", "xs", "state") else Misuse
+    blocks = "is 1 block" if count == 1 else f"are {count} blocks"
     if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
         raise fault(
-            f"{{call}}: there are {count} blocks, but `{name}` is not a sequence: it is {describe_node(given)}.",
+            f"{{call}}: there {blocks}, but `{name}` is not a sequence: it is {describe_node(given)}.",
             f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
         )
     if len(given) != count:
         raise fault(
-            f"{{call}}: there are {count} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+            f"{{call}}: there {blocks}, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
             "Give one item for each block. If a block has several turns in a period, repeat it.",
         )
     return tuple(given)
@@ -295,7 +298,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
 def check_args(args: Any) -> tuple[PyTree, ...]:
     """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
     if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
-        raise Misuse(
+        raise TypeMisuse(
             f"{{verb}} over {{body}}: `args` must be a tuple of the values that all layers share, got "
             f"{describe_argument(args)}.",
             "For a single argument write `args=(value,)`.",
@@ -400,6 +403,7 @@ def prepare_layers(
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
     states, caches = check_state(state, stacks)
     frozen_x = freeze_static(adopted.init)
+    refuse_unregistered({"x": x, "state": state})
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own, (axes, *others) = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)
     before = (adopted.init, *args, *(each.init for each in states))

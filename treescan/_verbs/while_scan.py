@@ -282,7 +282,7 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
 
 def _check_fill(fill: PyTree) -> PyTree:
     """The fill, less "hold": no output is held where the loop has ended."""
-    filled = check_fill(fill)
+    filled = check_fill(fill, may_hold=False)
     if HOLD in jax.tree.leaves(filled):
         raise Misuse(
             '{verb} over {body}: `fill` cannot be "hold".',

@@ -175,8 +175,14 @@ def _cast(value: Any, leaf: Any, path: str) -> Array:
     return jnp.asarray(value, dtype)
 
 
-def check_fill(fill: PyTree) -> PyTree:
-    """The fill with Python scalars as leaves. NaN becomes one and the same object, as caches compare by equality."""
+def check_fill(fill: PyTree, *, may_hold: bool = True) -> PyTree:
+    """The fill with Python scalars as leaves. NaN becomes one and the same object, as caches compare by equality.
+
+    Args:
+        fill: what the user gave.
+        may_hold: whether "hold" is one of the values that it may have.
+    """
+    others = '"hold" for the last valid y, ' if may_hold else ""
 
     def scalar(value: Any) -> Any:
         if isinstance(value, str) and value == HOLD:
@@ -184,7 +190,7 @@ def check_fill(fill: PyTree) -> PyTree:
         if isinstance(value, Tracer) or np.ndim(value) or not isinstance(value, _SCALARS):
             raise TypeMisuse(
                 f"{{verb}} over {{body}}: `fill` must be a number, got {describe_argument(value)}.",
-                'Give a Python or NumPy scalar, "hold" for the last valid y, or a prefix tree of them.',
+                f"Give a Python or NumPy scalar, {others}or a prefix tree of them.",
             )
         plain = value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
         return math.nan if plain != plain else plain
