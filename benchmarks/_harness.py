@@ -10,6 +10,7 @@ import abc
 import contextlib
 import dataclasses
 import datetime
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -99,6 +100,44 @@ class Memory:
     candidate: Callable[[], int]
     peer: Callable[[], int]
     target: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A program on its inputs, compiled when first used.
+
+    Attributes:
+        jitted: the program, under `jax.jit`.
+        inputs: what it is compiled for and called with.
+    """
+
+    jitted: Any
+    inputs: tuple[Any, ...]
+
+    def __call__(self) -> Any:
+        """Runs it."""
+        return self._executable(*self.inputs)
+
+    def temporaries(self) -> int:
+        """The bytes it allocates beside its inputs and results."""
+        return self._executable.memory_analysis().temp_size_in_bytes
+
+    def allocated(self) -> int:
+        """The same, with its results."""
+        return self.temporaries() + self._executable.memory_analysis().output_size_in_bytes
+
+    @functools.cached_property
+    def _executable(self) -> Any:
+        return self.jitted.lower(*self.inputs).compile()
+
+
+def compiling(make: Callable[[], Any], inputs: tuple[Any, ...]) -> Thunk:
+    """Traces, lowers and compiles what `make` returns, a new function under `jax.jit` each time."""
+
+    def compile_anew() -> None:
+        make().lower(*inputs).compile()
+
+    return compile_anew
 
 
 @dataclasses.dataclass(frozen=True)

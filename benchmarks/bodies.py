@@ -17,7 +17,7 @@ import treescan
 from benchmarks._by_hand import where_scan
 from benchmarks._harness import Comparison, Memory
 from benchmarks._lstm import State, lstm, make_params, normal
-from benchmarks.masked import Program
+from benchmarks.masked import Program, memory
 
 STEPS = 256
 FORWARD, GRADIENT = "forward", "gradient"
@@ -228,13 +228,8 @@ def _auto(body: Body) -> Iterator[Comparison | Memory]:
         candidate = Program(gradient_of(scan))
         run, other = functools.partial(candidate, *args), functools.partial(peer, *args)
         yield Comparison(f"{body.name}, remat {name}, {GRADIENT}", SCAN, run, other, target, tolerance=body.tolerance)
-        yield Memory(
-            f"{body.name}, remat {name}, memory",
-            SCAN,
-            functools.partial(candidate.temporaries, *args),
-            functools.partial(peer.temporaries, *args),
-            TARGET if name == "auto" else None,
-        )
+        most = TARGET if name == "auto" else None
+        yield memory(f"{body.name}, remat {name}, memory", SCAN, candidate, peer, args, most)
 
 
 def _returns(steps: int) -> Iterator[Comparison]:

@@ -6,7 +6,6 @@ A Python loop over 1,024 steps takes a minute or more to compile, so there are t
 compiled for fewer steps alone.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import treescan
-from benchmarks._harness import Comparison, Memory, Thunk, off_disk
+from benchmarks._harness import Comparison, Compiled, Memory, Thunk, compiling, off_disk
 from benchmarks._lstm import normal
 
 STEPS, ROWS, FEATURES, HIDDEN = 1_024, 16, 32, 64
@@ -126,10 +125,10 @@ def _compare(steps: int, blocks: int) -> Iterator[Comparison | Memory]:
             mine = _compiling(kind, program, given)
             yield Comparison(f"compile, {way}, {kind}", SCAN, mine, base, details=details, blocks=blocks)
     for kind in (FORWARD, GRADIENT):
-        scan = Compiled(kind, _scan, given)
+        scan = Compiled(_jit(kind, _scan), (given,))
         yield Comparison(f"control, run, {kind}", "itself", scan, scan, details=details)
         for way, program in WAYS.items():
-            mine = Compiled(kind, program, given)
+            mine = Compiled(_jit(kind, program), (given,))
             few = INDEXED_BLOCKS if way == INDEXED and kind == GRADIENT else None
             yield Comparison(f"run, {way}, {kind}", SCAN, mine, scan, details=details, blocks=few)
             if kind == GRADIENT:
@@ -145,7 +144,7 @@ def _loops(steps: int, short: dict[str, tuple[int, ...]], blocks: int) -> Iterat
             name = f"compile, {LOOP}, {length:,} steps, {kind}"
             yield Comparison(name, SCAN, mine, base, details=details, blocks=blocks)
     given, details = _inputs(steps), {"steps": float(steps)}
-    mine, scan = Compiled(FORWARD, _loop, given), Compiled(FORWARD, _scan, given)
+    mine, scan = Compiled(_jit(FORWARD, _loop), (given,)), Compiled(_jit(FORWARD, _scan), (given,))
     yield Comparison(f"run, {LOOP}, {FORWARD}", SCAN, mine, scan, details=details)
 
 
@@ -166,33 +165,7 @@ def _jit(kind: str, program: Program) -> Any:
 
 
 def _compiling(kind: str, program: Program, given: Inputs) -> Thunk:
-    """Traces, lowers and compiles a new function."""
-
-    def compile_anew() -> None:
-        _jit(kind, program).lower(given).compile()
-
-    return compile_anew
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program and its inputs, compiled when first used."""
-
-    kind: str
-    program: Program
-    given: Inputs
-
-    def __call__(self) -> Any:
-        """Runs it."""
-        return self._executable(self.given)
-
-    def temporaries(self) -> int:
-        """The bytes it allocates beside its inputs and results."""
-        return self._executable.memory_analysis().temp_size_in_bytes
-
-    @functools.cached_property
-    def _executable(self) -> Any:
-        return _jit(self.kind, self.program).lower(self.given).compile()
+    return compiling(functools.partial(_jit, kind, program), (given,))
 
 
 def _inputs(steps: int) -> Inputs:

@@ -1,16 +1,14 @@
 """`chunk_map`: the loss over a vocabulary and its gradient, in chunks of tokens, against all at once and `lax.map`."""
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 import treescan
-from benchmarks._harness import Comparison, Memory
+from benchmarks._harness import Comparison, Compiled, Memory
 from benchmarks._lstm import normal
 
 TOKENS, FEATURES, VOCABULARY, CHUNK = 4000, 64, 1000, 500
@@ -19,8 +17,6 @@ FEW, SMALL = 40, 5  # tokens and their chunks, in a smoke test
 PLAIN, BY_HAND = "all tokens at once", "lax.map and jax.checkpoint by hand"
 SAME = 1.05  # programs that do the same work
 LESS = 0.15  # of the memory without chunks
-
-Loss = Callable[[Array, Array, Array], Array]  # (weights [D, V], hidden states [n, D], targets [n])
 
 
 def comparisons() -> Iterator[Comparison | Memory]:
@@ -57,41 +53,22 @@ def _in_one_pass(size: int, weights: Array, hidden: Array, targets: Array) -> tu
     return treescan.chunk_map(both, (hidden, targets), size, reduce="sum")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """A program on its inputs, compiled when first used."""
-
-    program: Callable[[Array, Array, Array], Any]
-    tokens: int
-
-    def __call__(self) -> Any:
-        return self._executable(*_inputs(self.tokens))
-
-    def temporaries(self) -> int:
-        """The bytes it allocates beside its inputs and results."""
-        return self._executable.memory_analysis().temp_size_in_bytes
-
-    @functools.cached_property
-    def _executable(self) -> Any:
-        return jax.jit(self.program).lower(*_inputs(self.tokens)).compile()
-
-
-@functools.cache
 def _inputs(tokens: int) -> tuple[Array, Array, Array]:
     targets = jax.random.randint(jax.random.key(2), (tokens,), 0, VOCABULARY)
     return normal(0, (FEATURES, VOCABULARY)) / FEATURES**0.5, normal(1, (tokens, FEATURES)), targets
 
 
 def _losses(tokens: int, size: int, same: float | None, less: float | None) -> Iterator[Comparison | Memory]:
+    inputs = _inputs(tokens)
     for name, argnums, ours in (
         ("loss and gradient", (0, 1), None),
         ("loss and gradient of the weights in one pass", 0, functools.partial(_in_one_pass, size)),
     ):
         plain, hand, chunks = (
-            _Compiled(jax.value_and_grad(loss, argnums), tokens)
+            Compiled(jax.jit(jax.value_and_grad(loss, argnums)), inputs)
             for loss in (_loss, functools.partial(_lax_map, size), functools.partial(_chunk_map, size))
         )
-        chunks = chunks if ours is None else _Compiled(ours, tokens)
+        chunks = chunks if ours is None else Compiled(jax.jit(ours), inputs)
         yield Comparison(name, PLAIN, chunks, plain)
         yield Memory(f"memory, {name}", PLAIN, chunks.temporaries, plain.temporaries, less)
         yield Comparison(name, BY_HAND, chunks, hand, same)

@@ -15,7 +15,7 @@ from jax import Array
 import treescan
 from benchmarks._harness import Comparison, Memory
 from benchmarks.bodies import Body, bodies, gradient_of, gru
-from benchmarks.masked import Program
+from benchmarks.masked import Program, memory
 
 CHUNK = 16
 CHECKPOINT, NESTED = "jax.checkpoint by hand", "jax.checkpoint of chunks by hand"
@@ -77,9 +77,4 @@ def _of(body: Body, plan: str, ours: Scan, against: str) -> Iterator[Comparison 
     run, other = functools.partial(candidate, *args), functools.partial(peer, *args)
     tolerance = ANY_RESULT if body.name == "GRU with a maximum" else body.tolerance
     yield Comparison(f"{body.name}, {plan}", against, run, other, tolerance=tolerance)
-    yield Memory(
-        f"memory, {body.name}, {plan}",
-        against,
-        functools.partial(candidate.temporaries, *args),
-        functools.partial(peer.temporaries, *args),
-    )
+    yield memory(f"memory, {body.name}, {plan}", against, candidate, peer, args, None)

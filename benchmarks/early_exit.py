@@ -3,7 +3,6 @@
 The body is `tanh(c @ W)`, about ten microseconds a step, in loops of at most 10,000 steps that stop sooner.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -15,7 +14,7 @@ import numpy as np
 from jax import Array
 
 import treescan
-from benchmarks._harness import Comparison, Memory
+from benchmarks._harness import Comparison, Compiled, Memory
 from benchmarks._lstm import normal
 
 LONGEST, SHORT = 10_000, 64
@@ -95,47 +94,31 @@ def _equinox(longest: int, kind: Literal["bounded", "checkpointed"], given: Inpu
     return eqxi.while_loop(lambda s: s.taken < given.stop, step, init, max_steps=longest, kind=kind).values
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program on its inputs, compiled when first used."""
-
-    program: Callable[[Inputs], Any]
-    given: Inputs
-
-    def __call__(self) -> Any:
-        """Runs it."""
-        return self._executable(self.given)
-
-    def temporaries(self) -> int:
-        """The bytes it allocates beside its inputs and results."""
-        return self._executable.memory_analysis().temp_size_in_bytes
-
-    @functools.cached_property
-    def _executable(self) -> Any:
-        return jax.jit(self.program).lower(self.given).compile()
-
-
 def _inputs(stop: int) -> Inputs:
     return Inputs(normal(0, (WIDTH, WIDTH)) / WIDTH**0.5, normal(1, (ROWS, WIDTH)), jnp.int32(stop))
+
+
+def _compiled(program: Callable[[Inputs], Any], given: Inputs) -> Compiled:
+    return Compiled(jax.jit(program), (given,))
 
 
 def _gradient(program: Program, given: Inputs) -> Compiled:
     def loss(weights: Array, values: Array, stop: Array) -> Array:
         return jnp.sum(program(Inputs(weights, values, stop)) ** 2)
 
-    return Compiled(lambda given: jax.grad(loss, argnums=(0, 1))(*given), given)
+    return _compiled(lambda given: jax.grad(loss, argnums=(0, 1))(*given), given)
 
 
 def _compare(longest: int, forward: float | None, gradient: float | None) -> Iterator[Comparison | Memory]:
     ours = functools.partial(_while_scan, longest)
     loop = functools.partial(_while_loop, longest)
     first = _inputs(int(STOPS[0] * longest))
-    yield Comparison("control, forward", "itself", Compiled(loop, first), Compiled(loop, first))
+    yield Comparison("control, forward", "itself", _compiled(loop, first), _compiled(loop, first))
     for share in STOPS:
         given = _inputs(int(share * longest))
         details = {"steps": float(given.stop)}
         name = f"forward, {share:.0%} of the steps"
-        yield Comparison(name, WHILE_LOOP, Compiled(ours, given), Compiled(loop, given), forward, details)
+        yield Comparison(name, WHILE_LOOP, _compiled(ours, given), _compiled(loop, given), forward, details)
     for share in STOPS:
         given = _inputs(int(share * longest))
         mine, details = _gradient(ours, given), {"steps": float(given.stop)}
@@ -191,7 +174,7 @@ def _rows_that_stop(rows: int, mean: int, target: float | None) -> Iterator[Comp
 def _growth(bounds: tuple[int, ...], steps: int) -> Iterator[Comparison]:
     """The same steps under ever larger bounds, against the smallest: what the steps that are not taken cost."""
     given = _inputs(steps)
-    base = Compiled(functools.partial(_while_scan, bounds[0]), given)
+    base = _compiled(functools.partial(_while_scan, bounds[0]), given)
     for bound in bounds[1:]:
-        ours = Compiled(functools.partial(_while_scan, bound), given)
+        ours = _compiled(functools.partial(_while_scan, bound), given)
         yield Comparison(f"forward, {steps} of {bound:,} steps", f"of {bounds[0]:,} steps", ours, base)

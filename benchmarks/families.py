@@ -32,8 +32,8 @@ from benchmarks._harness import (
     Spread,
 )
 from benchmarks._lstm import Params, State, lstm, normal
-from benchmarks.bodies import delta_rule, gru, hmm, kalman, one_row, rnn
-from benchmarks.masked import Program
+from benchmarks.bodies import Body, Step, delta_rule, gru, hmm, kalman, one_row, rnn
+from benchmarks.masked import Program, memory
 
 FORWARD, GRADIENT = "forward", "gradient"
 FULL, UNIFORM, SAFE_KIND = "full", "uniform", "full against safe"
@@ -42,11 +42,9 @@ TARGET, SLACK = 1.15, 0.03e-3  # a ratio, or a difference in seconds
 EFFORT = Effort(seconds=0.6, min_blocks=5, max_blocks=60)  # so that all of it takes minutes
 FITTED, HELD_BACK = "fitted", "held back"
 
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]
-
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class Family(Body):
     """A step, and what it is run on.
 
     Attributes:
@@ -58,17 +56,7 @@ class Family:
         inputs: whether the gradient is with respect to xs too.
     """
 
-    name: str
-    step: Step
-    params: Any
-    init: Any
-    xs: Any
     inputs: bool = False
-
-    @property
-    def tolerance(self) -> float:
-        """By how much results may differ: the gradient by hand is rounded to bfloat16 once per step."""
-        return 0.1 if jax.tree.leaves(self.init)[0].dtype == jnp.bfloat16 else 1e-4
 
     @property
     def steps(self) -> int:
@@ -1047,7 +1035,7 @@ def _masked(family: Family, details: dict[str, float], *, control: bool) -> Iter
         if kind == GRADIENT:
             run, other = functools.partial(candidate, *everything), functools.partial(made(safe), *everything)
             yield _comparison(family, f"{SAFE_KIND}, {kind}", SAFE, run, other, details)
-            yield _memory(family, FULL, WHERE, candidate, peer, everything)
+            yield memory(f"{family.name}, {FULL}, memory", WHERE, candidate, peer, everything, TARGET)
 
 
 def _auto(family: Family, details: dict[str, float], *, control: bool) -> Iterator[Comparison | Memory]:
@@ -1063,7 +1051,7 @@ def _auto(family: Family, details: dict[str, float], *, control: bool) -> Iterat
     if control:
         yield Comparison(f"control, remat auto, {GRADIENT}", "itself", other, other)
     yield _comparison(family, f"remat auto, {GRADIENT}", SCAN, run, other, details)
-    yield _memory(family, "remat auto", SCAN, candidate, peer, args)
+    yield memory(f"{family.name}, remat auto, memory", SCAN, candidate, peer, args, TARGET)
 
 
 def _comparison(
@@ -1078,18 +1066,6 @@ def _comparison(
         details,
         tolerance=family.tolerance,
         slack_seconds=SLACK,
-    )
-
-
-def _memory(
-    family: Family, what: str, against: str, candidate: Program, peer: Program, args: tuple[Any, ...]
-) -> Memory:
-    return Memory(
-        f"{family.name}, {what}, memory",
-        against,
-        functools.partial(candidate.temporaries, *args),
-        functools.partial(peer.temporaries, *args),
-        TARGET,
     )
 
 

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array, lax
 
 import treescan
-from benchmarks._harness import Comparison, Elsewhere, Memory
+from benchmarks._harness import Comparison, Compiled, Elsewhere, Memory
 from benchmarks._layer_peers import EquinoxBlock, FlaxBlock, flax_scan
 from benchmarks._llama import Layer, Rotation, Size, block, make_layer, make_rotation
 from benchmarks._lstm import normal
@@ -61,11 +61,10 @@ def _all(
             ProcessorTime(lambda native=native: _compile(native, small)),
             blocks=COMPILATIONS,
         )
-        a, b = (_gradient(program).lower(*inputs).compile() for program in (ours, native))
-        details = {"differs by": _difference(a(*inputs), b(*inputs))}
-        run, peer = functools.partial(a, *inputs), functools.partial(b, *inputs)
-        yield Comparison(f"{framework}, value and gradient", against, run, peer, run_target, details)
-        yield Memory(f"{framework}, memory", against, _temporaries(a), _temporaries(b), memory_target)
+        a, b = (Compiled(_gradient(program), inputs) for program in (ours, native))
+        details = {"differs by": _difference(a(), b())}
+        yield Comparison(f"{framework}, value and gradient", against, a, b, run_target, details)
+        yield Memory(f"{framework}, memory", against, a.temporaries, b.temporaries, memory_target)
 
 
 class ProcessorTime(Elsewhere):
@@ -101,10 +100,6 @@ def _trace(program: Program, inputs: Any) -> None:
 
 def _compile(program: Program, inputs: Any) -> None:
     _gradient(program).lower(*inputs).compile()
-
-
-def _temporaries(compiled: Any) -> Callable[[], int]:
-    return lambda: compiled.memory_analysis().temp_size_in_bytes
 
 
 def _difference(ours: Any, theirs: Any) -> float:

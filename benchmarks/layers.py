@@ -5,7 +5,6 @@ that no cache of JAX holds either of them; the persistent cache is off. It depen
 these are small there.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import treescan
-from benchmarks._harness import Comparison, Memory, Thunk, off_disk
+from benchmarks._harness import Comparison, Compiled, Memory, Thunk, compiling, off_disk
 from benchmarks._layer_peers import equinox_scan, flax_scan, haiku_stack, lax_scan, lax_scan_remat, python_loop
 from benchmarks._llama import Block, Layer, Rotation, Size, block, make_layer, make_rotation
 from benchmarks._lstm import normal
@@ -99,13 +98,13 @@ def _compile_against_loop(kind: str, depth: int, blocks: int) -> Comparison:
 def _compiling(kind: str, program: Program, shapes: Inputs) -> Thunk:
     """Traces, lowers and compiles a new function of a new block."""
 
-    def compile_anew() -> None:
+    def make() -> Any:
         def new_block(layer: Layer, x: Array, rotation: Rotation) -> Array:
             return block(layer, x, rotation)
 
-        _jit(kind, functools.partial(program, block=new_block)).lower(*shapes).compile()
+        return _jit(kind, functools.partial(program, block=new_block))
 
-    return compile_anew
+    return compiling(make, shapes)
 
 
 def _jit(kind: str, program: Program) -> Any:
@@ -117,41 +116,14 @@ def _jit(kind: str, program: Program) -> Any:
     return jax.jit(program if kind == FORWARD else jax.grad(loss, argnums=(0, 1)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program and its inputs, compiled when first used.
-
-    Attributes:
-        kind: "forward" or "gradient".
-        program: see `Program`.
-        inputs: what it is compiled for and called with.
-    """
-
-    kind: str
-    program: Program
-    inputs: Inputs
-
-    def __call__(self) -> Any:
-        """Runs it."""
-        return self._executable(*self.inputs)
-
-    def temporaries(self) -> int:
-        """The bytes it allocates beside its inputs and results."""
-        return self._executable.memory_analysis().temp_size_in_bytes
-
-    @functools.cached_property
-    def _executable(self) -> Any:
-        return _jit(self.kind, self.program).lower(*self.inputs).compile()
-
-
 def _memory(size: Size, depth: int, target: float | None, remat_target: float | None) -> Iterator[Memory]:
     """What the gradients need."""
     stacked = _inputs(size, depth)
-    ours = Compiled(GRADIENT, _fold, stacked).temporaries
-    remat = Compiled(GRADIENT, _fold_remat, stacked).temporaries
-    loop = Compiled(GRADIENT, python_loop, _unstacked(stacked)).temporaries
-    yield Memory(f"memory, {GRADIENT}", LAX, ours, Compiled(GRADIENT, lax_scan, stacked).temporaries, target)
-    by_hand = Compiled(GRADIENT, lax_scan_remat, stacked).temporaries
+    ours = Compiled(_jit(GRADIENT, _fold), stacked).temporaries
+    remat = Compiled(_jit(GRADIENT, _fold_remat), stacked).temporaries
+    loop = Compiled(_jit(GRADIENT, python_loop), _unstacked(stacked)).temporaries
+    yield Memory(f"memory, {GRADIENT}", LAX, ours, Compiled(_jit(GRADIENT, lax_scan), stacked).temporaries, target)
+    by_hand = Compiled(_jit(GRADIENT, lax_scan_remat), stacked).temporaries
     yield Memory(f"memory, remat, {GRADIENT}", "jax.checkpoint by hand", remat, by_hand, remat_target)
     yield Memory(f"memory, {GRADIENT}", LOOP, ours, loop)
 
@@ -163,15 +135,15 @@ def _run(size: Size, depth: int, target: float | None) -> Iterator[Comparison]:
     details = {"layers": float(depth)}
     peers = {LAX: lax_scan, "haiku's layer_stack": haiku_stack, "flax.linen.scan": flax_scan, "equinox": equinox_scan}
     for kind in (FORWARD, GRADIENT):
-        ours, by_hand = Compiled(kind, _fold, stacked), Compiled(kind, lax_scan, stacked)
+        ours, by_hand = Compiled(_jit(kind, _fold), stacked), Compiled(_jit(kind, lax_scan), stacked)
         yield Comparison(f"control, run, {kind}", "itself", by_hand, by_hand, details=details)
         for against, peer in peers.items():
-            theirs = by_hand if peer is lax_scan else Compiled(kind, peer, stacked)
+            theirs = by_hand if peer is lax_scan else Compiled(_jit(kind, peer), stacked)
             yield Comparison(f"run, {kind}", against, ours, theirs, target, details)
-        remat, checkpoint = Compiled(kind, _fold_remat, stacked), Compiled(kind, lax_scan_remat, stacked)
+        remat, checkpoint = Compiled(_jit(kind, _fold_remat), stacked), Compiled(_jit(kind, lax_scan_remat), stacked)
         if kind == GRADIENT:
             yield Comparison(f"run, remat, {kind}", "jax.checkpoint by hand", remat, checkpoint, target, details)
-        loop = Compiled(kind, python_loop, unstacked)
+        loop = Compiled(_jit(kind, python_loop), unstacked)
         yield Comparison(f"run, {kind}", LOOP, ours, loop, details=details, peer_result=_stack_gradients)
 
 

@@ -4,7 +4,6 @@ A scan takes the steps one after the other. `associative_scan` combines pairs of
 each work on many steps at once. It needs an associative operation, and holds all states at once.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import treescan
-from benchmarks._harness import Comparison, Memory, Thunk
+from benchmarks._harness import Comparison, Compiled, Memory, compiling
 from benchmarks._lstm import normal
 
 STEPS, FEW_STEPS = 4_096, 8
@@ -40,11 +39,11 @@ def _all(steps: int, widths: tuple[int, ...], blocks: int) -> Iterator[Compariso
     for width in widths:
         given = jax.nn.sigmoid(normal(0, (steps, width))), normal(1, (steps, width))
         for kind in (FORWARD, GRADIENT):
-            ours, peer = Compiled(kind, _scan, given), Compiled(kind, _associative, given)
+            ours, peer = Compiled(_jit(kind, _scan), given), Compiled(_jit(kind, _associative), given)
             if width == widths[0]:
                 yield Comparison(f"control, {kind}", "itself", ours, ours)
-                compiling = _compiling(kind, _scan, given), _compiling(kind, _associative, given)
-                yield Comparison(f"compile, {kind}", ASSOCIATIVE, *compiling, blocks=blocks)
+                mine, its = (compiling(functools.partial(_jit, kind, each), given) for each in (_scan, _associative))
+                yield Comparison(f"compile, {kind}", ASSOCIATIVE, mine, its, blocks=blocks)
             yield Comparison(f"{width:,} wide, {kind}", ASSOCIATIVE, ours, peer, details={"steps": float(steps)})
             yield Memory(f"{width:,} wide, memory, {kind}", ASSOCIATIVE, ours.temporaries, peer.temporaries)
 
@@ -72,33 +71,3 @@ def _jit(kind: str, program: Program) -> Any:
         return jnp.sum(program(decays, xs) ** 2)
 
     return jax.jit((lambda *given: program(*given)) if kind == FORWARD else jax.grad(loss, argnums=(0, 1)))
-
-
-def _compiling(kind: str, program: Program, given: tuple[Array, Array]) -> Thunk:
-    """Traces, lowers and compiles a new function."""
-
-    def compile_anew() -> None:
-        _jit(kind, program).lower(*given).compile()
-
-    return compile_anew
-
-
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program and its inputs, compiled when first used."""
-
-    kind: str
-    program: Program
-    given: tuple[Array, Array]
-
-    def __call__(self) -> Any:
-        """Runs it."""
-        return self._executable(*self.given)
-
-    def temporaries(self) -> int:
-        """The bytes it allocates beside its inputs and results."""
-        return self._executable.memory_analysis().temp_size_in_bytes
-
-    @functools.cached_property
-    def _executable(self) -> Any:
-        return _jit(self.kind, self.program).lower(*self.given).compile()

@@ -110,6 +110,14 @@ class Program:
         return self._compiled
 
 
+def memory(
+    name: str, against: str, ours: Program, theirs: Program, args: tuple[Any, ...], target: float | None
+) -> Memory:
+    """What two programs need for the same arguments."""
+    needed = (functools.partial(program.temporaries, *args) for program in (ours, theirs))
+    return Memory(name, against, *needed, target=target)
+
+
 def _control(size: Size) -> Iterator[Comparison]:
     batch = (*_data(size), _lengths(size)[UNIFORM])
     for kind, program in _programs(_where_scan).items():
@@ -123,14 +131,9 @@ def _masked(size: Size, torch: Torch) -> Iterator[Comparison | Memory]:
     ours = {name: _programs(functools.partial(_mask_scan, **options)) for name, options in OPTIONS.items()}
     by_hand, flax_rnn = _programs(_where_scan), _programs(_flax_rnn)
     for option, programs in ours.items():
-        full = (params, init, xs, _lengths(size)[FULL])
-        yield Memory(
-            f"B={size.rows}, memory, {option}, {GRADIENT}",
-            WHERE,
-            functools.partial(programs[GRADIENT].temporaries, *full),
-            functools.partial(by_hand[GRADIENT].temporaries, *full),
-            None if size is TINY else MEMORY_TARGET,
-        )
+        full, target = (params, init, xs, _lengths(size)[FULL]), None if size is TINY else MEMORY_TARGET
+        name = f"B={size.rows}, memory, {option}, {GRADIENT}"
+        yield memory(name, WHERE, programs[GRADIENT], by_hand[GRADIENT], full, target)
     with_bias = params._replace(bias=_with_forget_bias(params.bias))
     for name, lengths in _lengths(size).items():
         padding = size.rows * size.steps / int(lengths.sum())

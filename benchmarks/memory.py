@@ -3,7 +3,6 @@
 The body is `tanh(c @ W)`, whose carry is large against its weights, over T = 1,024 steps.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 import treescan
-from benchmarks._harness import Comparison, Memory
+from benchmarks._harness import Comparison, Compiled, Memory
 from benchmarks._lstm import normal
 
 STEPS, FEW_STEPS = 1024, 16
@@ -70,37 +69,17 @@ def _equinox(steps: int, weights: Array, carry: Array) -> Array:
     return final
 
 
-@dataclasses.dataclass(frozen=True)
-class Compiled:
-    """A program on its inputs, compiled when first used."""
-
-    program: Program
-
-    def __call__(self) -> Any:
-        """Runs it."""
-        return self._executable(*_inputs())
-
-    def temporaries(self) -> int:
-        """The bytes it allocates beside its inputs and results."""
-        return self._executable.memory_analysis().temp_size_in_bytes
-
-    def allocated(self) -> int:
-        """The same, with its results."""
-        memory = self._executable.memory_analysis()
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
-
-    @functools.cached_property
-    def _executable(self) -> Any:
-        return jax.jit(self.program).lower(*_inputs()).compile()
-
-
 @functools.cache
 def _inputs() -> tuple[Array, Array]:
     return normal(0, (WIDTH, WIDTH)) / WIDTH**0.5, normal(1, (ROWS, WIDTH))
 
 
+def _compiled(program: Program) -> Compiled:
+    return Compiled(jax.jit(program), _inputs())
+
+
 def _gradient(program: Program) -> Compiled:
-    return Compiled(jax.grad(lambda weights, carry: jnp.sum(program(weights, carry) ** 2), argnums=(0, 1)))
+    return _compiled(jax.grad(lambda weights, carry: jnp.sum(program(weights, carry) ** 2), argnums=(0, 1)))
 
 
 def _remat(steps: int, targets: dict[int, float], same: float | None) -> Iterator[Comparison | Memory]:
@@ -134,7 +113,7 @@ def _sliced(steps: int, weights: Array, carry: Array) -> tuple[Array, Array]:
 
 def _kept_bytes(steps: int) -> int:
     """The outputs that are kept, and what the loop without outputs needs."""
-    nothing = Compiled(functools.partial(_scan, steps, None)).allocated()
+    nothing = _compiled(functools.partial(_scan, steps, None)).allocated()
     return nothing + steps // EVERY * ROWS * WIDTH * 4
 
 
@@ -149,10 +128,10 @@ def _both(program: Callable[[Array, Array], tuple[Array, Array]]) -> Program:
 def _save(steps: int, same: float | None, target: float | None) -> Iterator[Comparison | Memory]:
     ours, sliced = functools.partial(_scan, steps, EVERY), functools.partial(_sliced, steps)
     name = f"save={EVERY}"
-    yield Comparison(f"{name}, forward", SLICED, Compiled(ours), Compiled(sliced), same)
-    yield Comparison(f"{name}, gradient", SLICED, Compiled(_both(ours)), Compiled(_both(sliced)), same)
-    yield Memory(f"memory, {name}, forward", SLICED, Compiled(ours).allocated, Compiled(sliced).allocated)
+    yield Comparison(f"{name}, forward", SLICED, _compiled(ours), _compiled(sliced), same)
+    yield Comparison(f"{name}, gradient", SLICED, _compiled(_both(ours)), _compiled(_both(sliced)), same)
+    yield Memory(f"memory, {name}, forward", SLICED, _compiled(ours).allocated, _compiled(sliced).allocated)
     kept = functools.partial(_kept_bytes, steps)
-    yield Memory(f"memory, {name}, forward", "the outputs that are kept", Compiled(ours).allocated, kept, target)
-    ours, sliced = Compiled(_both(ours)), Compiled(_both(sliced))
+    yield Memory(f"memory, {name}, forward", "the outputs that are kept", _compiled(ours).allocated, kept, target)
+    ours, sliced = _compiled(_both(ours)), _compiled(_both(sliced))
     yield Memory(f"memory, {name}, gradient", SLICED, ours.temporaries, sliced.temporaries)

@@ -68,14 +68,15 @@ def padding() -> Picture:
     picture.text(0, second, f"chunk={CHUNK}, compact=True", "code")
     picture.text(WIDTH, second, f"{runs_compact} are run", "", "end")
     _draw_chunks(picture, second + 38, compact)
-    for x, kind, says in (
-        (0, "data", f"data: {data}"),
-        (110, "padding", "padding that is run"),
-        (290, "absent", "not run"),
-    ):
+    _draw_legend(picture, legend, f"data: {data}")
+    return picture
+
+
+def _draw_legend(picture: Picture, legend: float, data: str) -> None:
+    """What the three kinds of boxes are."""
+    for x, kind, says in ((0, "data", data), (110, "padding", "padding that is run"), (290, "absent", "not run")):
         picture.box(x + 1, legend - 13, 18, 16, kind, round_=2)
         picture.text(x + 26, legend, says)
-    return picture
 
 
 def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
@@ -125,13 +126,7 @@ def compact() -> Picture:
         picture.text(WIDTH, top - 38, f"{runs} of {STEPS * rows} rows' steps are run", "", "end")
         for number, (live, order) in enumerate(panel):
             _draw_moving_chunk(picture, top, number, live, order)
-    for x, kind, says in (
-        (0, "data", "data"),
-        (110, "padding", "padding that is run"),
-        (290, "absent", "not run"),
-    ):
-        picture.box(x + 1, legend - 13, 18, 16, kind, round_=2)
-        picture.text(x + 26, legend, says)
+    _draw_legend(picture, legend, "data")
     return picture
 
 

@@ -34,6 +34,7 @@ from ._errors import (
     Misuse,
     Row,
     TracedArgumentError,
+    TracedMisuse,
     TypeMisuse,
     expect,
     expect_int,
@@ -128,7 +129,7 @@ def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) 
         counts = jnp.issubdtype(dtype, jnp.integer)
     expect(not counts, name, "an int", length, rows)
     if isinstance(length, Tracer):
-        raise Fault(TracedArgumentError, f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
+        raise TracedMisuse(f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
     whole = "Give the number of steps as an int of at least 0. `int(...)` converts a whole number."
     return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
 

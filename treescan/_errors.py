@@ -228,10 +228,12 @@ class Fault(Exception):
 
 Misuse = functools.partial(Fault, ArgumentError)
 TypeMisuse = functools.partial(Fault, ArgumentTypeError)
+TracedMisuse = functools.partial(Fault, TracedArgumentError)
 BodyFault = functools.partial(Fault, BodyError)
 CarryFault = functools.partial(Fault, CarryError)
 LayerFault = functools.partial(Fault, LayerError)
 PluginFault = functools.partial(Fault, PluginError)
+CheckpointFault = functools.partial(Fault, CheckpointError)
 
 
 def expect(

@@ -201,8 +201,9 @@ class Static:
     contents: tuple[Any, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        by_identity = type(self.value).__hash__ is object.__hash__
-        object.__setattr__(self, "contents", tuple(contents_of(self.value).items()) if by_identity else ())
+        hashes: Any = type(self.value).__hash__
+        contents = contents_of(self.value) if hashes is object.__hash__ else {}
+        object.__setattr__(self, "contents", tuple(contents.items()))
         try:  # Python hashes a NaN by its identity
             code = hash(repr(self.value) if isinstance(self.value, float | complex) else self.value)
         except TypeError:

@@ -66,7 +66,6 @@ case()(
     out_axes_beyond_what_is_stacked=lambda one: scan(
         lambda c, x: (c, {"last": c, "all": x}), one, XS, save={"last": "last", "all": "all"}, out_axes=7
     ),
-    fill_too_large=lambda one: mask_scan(lambda c, x: (c, c), one, XS, lengths=1, fill=1e40),
     fill_misspelt_of_while=lambda one: while_scan(lambda c: c < 3, step, one, XS, fill="holdd"),
     fori_misspelt=lambda one: fori(0, 3, lambda i, c: c, one, max_len=3),
     mask_as_a_parameter=lambda one: mask_scan(lambda c, x, mask: (c, x), one, XS, lengths=1),

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from .._arguments import check_reverse
 from .._avals import Array, ArrayLike, PyTree, describe_argument, is_key, on_automatic_axes, parts_of
-from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, verb
+from .._errors import Fault, Misuse, TracedMisuse, TypeMisuse, verb
 from .._transforms.rows.checks import check_lengths
 from .._transforms.rows.leaves import mask_of_lengths
 from .._transforms.rows.resets import refuse_split_rows
@@ -471,8 +471,7 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     steps = packed.steps if steps is None else steps
     check_lead("ys", ys, (packed.rows,), packed.steps)
     if steps < packed.steps and isinstance(packed.index.length, Tracer):
-        raise Fault(
-            TracedArgumentError,
+        raise TracedMisuse(
             f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
             "sequences are traced, so the longest may not fit.",
             "Leave `length` out: every sequence fits the steps of the rows. Or pack to rows of that length, "

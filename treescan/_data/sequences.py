@@ -29,7 +29,7 @@ from .._avals import (
 )
 from .._body.carry import find_differences
 from .._body.registered import refuse_unregistered
-from .._errors import Fault, Misuse, Row, TracedArgumentError, TypeMisuse, expect, expect_int
+from .._errors import Misuse, Row, TracedMisuse, TypeMisuse, expect, expect_int
 from .._transforms.axes import spread_prefix
 from .._tree import Shown, is_number, is_static, leaves_with_path
 
@@ -230,7 +230,7 @@ def check_sequences(sequences: Any) -> Sequences:
 def refuse_traced(value: Any, name: str, cure: str = _OUTSIDE_JIT) -> None:
     """Refuses a traced value."""
     if isinstance(value, Tracer):
-        raise Fault(TracedArgumentError, f"{{verb}}: {name} is {describe_traced(value)}.", cure)
+        raise TracedMisuse(f"{{verb}}: {name} is {describe_traced(value)}.", cure)
 
 
 def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._errors import ArgumentError, Fault, verb as keeps_its_frame
+from .._errors import Misuse, verb as keeps_its_frame
 from .._text import WIDTH, Section, page, wrap
 from .._transforms.budget import describe_bytes
 
@@ -221,8 +221,7 @@ def axes_of(ax: Any, height: float) -> Any:
     try:
         pyplot = importlib.import_module("matplotlib.pyplot")
     except ImportError:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} needs matplotlib, which is not installed.",
             "Install it: `pip install matplotlib`. Or print what you would draw: the text has the same numbers.",
         ) from None
@@ -329,7 +328,7 @@ class Description:
         plans = [plan for plan in self.plans if plan.bytes is not None]
         if not plans:
             says = "{verb} draws the memory that the gradient needs, but this call has no gradient."
-            raise Fault(ArgumentError, says)
+            raise Misuse(says)
         ax = axes_of(ax, 0.6 + 0.5 * len(plans))
         names = [f"{spelled(plan.remat)}\n{plan.evaluations} evaluations" for plan in plans]
         colours = ["tab:blue" if plan.used else "lightgray" for plan in plans]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._avals import bytes_of, describe_leaf, is_sharded, is_weak
-from .._errors import ArgumentError, Fault, TreescanError, describe_body
+from .._errors import Fault, Misuse, TreescanError, describe_body
 from .._loop.chunk import chunk_size
 from .._trace.blame import place_of
 from .._trace.cost import count_operations
@@ -406,7 +406,7 @@ def _check_steps(program: Program) -> None:
         says = "the number of {unit}s is symbolic", "Describe a call with a known number of {unit}s."
     elif all(lengths):
         return
-    raise Fault(ArgumentError, f"`describe` of {{verb}} over {{body}}: {says[0]}.", says[1])
+    raise Misuse(f"`describe` of {{verb}} over {{body}}: {says[0]}.", says[1])
 
 
 _UNKNOWN = "the body cannot be called with fewer rows"

@@ -148,9 +148,7 @@ class Measurements:
             rounds = min(plan.rounds for plan in self._ran)
             many = f"{rounds} rounds" if rounds > 1 else "one round"
             notes.append(f"The fastest: `remat={spelled(self.best)}`. Times are medians of {many}.")
-        notes += [
-            f"Not measured: {', '.join(plans)}. {reason[:1].upper()}{reason[1:]}" for reason, plans in refused.items()
-        ]
+        notes += [f"Not measured: {', '.join(plans)}. {reason}" for reason, plans in refused.items()]
         return Section("", ("time", "range", "memory", "to compile", "remat"), rows, notes)
 
     @keeps_its_frame
@@ -251,7 +249,7 @@ def measure(
             try:
                 found.append("the time was over. `seconds=` allows more." if late else _compiled(retake, remat, known))
             except Refused as error:
-                found.append(str(error))
+                found.append(f"There is no gradient: {error}.")
             except Exception as error:  # the verb or JAX does not take this plan, or the device has too little memory
                 faults += [error] if isinstance(error, (Fault, TreescanError)) else []
                 found.append(reason_of(explained(error)))

@@ -300,7 +300,7 @@ class Loop:
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
         rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
         going: what the verb was told of a range that is known at run time, and from `EndEarly` on what ends the loop.
-        runner: what runs the loop in place of `nest.run_planned`.
+        runner: what runs the loop in place of `nest.run_levels`.
         turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
             `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
             than there are iterations. None: the loop runs its own step.

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from .._avals import PyTree, describe_argument, describe_leaf, is_key
-from .._errors import CheckpointError, Fault, Misuse, Row, TypeMisuse, expect_int
+from .._avals import PyTree, describe_leaf, is_key
+from .._errors import CheckpointFault, Fault, Misuse, Row, expect, expect_int
 from .._tree import leaves_with_path
 from .._types import Checkpoint
 
@@ -31,11 +31,9 @@ _LOCK = ".lock"
 def check_checkpoint(given: Any) -> Checkpoint:
     """The settings of checkpoints, from a folder or a `Checkpoint`."""
     folder = given.folder if isinstance(given, Checkpoint) else given
-    if not isinstance(folder, str | os.PathLike):
-        raise TypeMisuse(
-            f"{{call}}: `checkpoint` must be a folder or a `treescan.Checkpoint`, got {describe_argument(folder)}.",
-            'For example `checkpoint="runs/1"`, or `treescan.Checkpoint("runs/1", every=100)`.',
-        )
+    example = 'For example `checkpoint="runs/1"`, or `treescan.Checkpoint("runs/1", every=100)`.'
+    kinds = "a folder or a `treescan.Checkpoint`"
+    expect(isinstance(folder, str | os.PathLike), "checkpoint", kinds, folder, example)
     if not isinstance(given, Checkpoint):
         return Checkpoint(folder)
     expect_int(given.every, "every", "It counts parts.", least=1, small="`every=1` saves after each part.")
@@ -115,8 +113,7 @@ class Folder:
                 except Fault as fault:
                     refused = fault
             if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(refused is not None):
-                refused = refused or Fault(
-                    CheckpointError,
+                refused = refused or CheckpointFault(
                     f"{{call}}: the first process could not open the folder `{self.settings.folder}` of checkpoints.",
                     "Its own error says why.",
                 )
@@ -140,8 +137,7 @@ class Folder:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise Fault(
-                    CheckpointError,
+                raise CheckpointFault(
                     f"{{call}}: another run writes its checkpoints to `{self.settings.folder}`.",
                     "Give each run a folder of its own, or wait until the other one has ended. A generator of "
                     "`stream_parts` that is not exhausted ends with its `close()`.",
@@ -158,8 +154,7 @@ class Folder:
         except Exception as error:
             said = (error.strerror if isinstance(error, OSError) else None) or str(error).strip()
             reason = said.splitlines() or [type(error).__name__]
-            raise Fault(
-                CheckpointError,
+            raise CheckpointFault(
                 f"{{call}}: the folder `{self.settings.folder}` of checkpoints could not be {what}: {reason[0]}",
                 f"{self.says_what_is_kept()} Make room, or choose a folder to which this process may write.",
                 cause=error,
@@ -231,8 +226,7 @@ class Folder:
             if before.get(name) != now.get(name) and not _is_promoted(name, before, now)
         ]
         if rows:
-            raise Fault(
-                CheckpointError,
+            raise CheckpointFault(
                 f"{{call}}: the checkpoints in `{self.settings.folder}` are those of another run.",
                 "Choose another folder, or delete this one to begin again.",
                 header=("", "checkpoint", "this run"),

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from .._avals import Array, PyTree, is_weak, promoted
 from .._body.call import takes_keyword
 from .._body.carry import read_carries
-from .._errors import Fault, Misuse, TracedArgumentError, explain
+from .._errors import Fault, Misuse, TracedMisuse, explain
 from .._loop.loop import Body
 from .._progress import RUNS, Progress, Report, Site, probes_of
 from .._transforms.outputs import ALL, LAST, check_save, is_positions
@@ -137,8 +137,7 @@ def refuse_tracers(init: PyTree, source: Any) -> None:
 def refuse_traced(what: str, leaves: list[Any]) -> None:
     """Refuses values of a transformation of JAX."""
     if any(isinstance(leaf, Tracer) for leaf in leaves):
-        raise Fault(
-            TracedArgumentError,
+        raise TracedMisuse(
             f"{{call}}: {what}, but the loop over the parts runs on the host.",
             "Under a transformation of JAX, use `treescan.scan` or `treescan.mask_scan`. The body of a stream may use "
             "all of them.",

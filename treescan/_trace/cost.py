@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,22 +35,30 @@ def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> i
         jaxpr: the jaxpr.
         transcendental: what such a function counts as, for each element.
     """
+    total = 0
+    for equation in jaxpr.eqns:
+        inner = [count_operations(each, transcendental) for each in jaxprs_within(equation)]
+        if not inner:
+            total += _of_equation(equation, transcendental)
+        else:
+            total += max(inner) if equation.primitive.name == "cond" else _times(equation) * sum(inner)
+    return total
 
-    def of_equation(equation: Any) -> int:
-        name, written = equation.primitive.name, sum(elements(var.aval) for var in equation.outvars)
-        if name == "dot_general":
-            (contracted, _), _ = equation.params["dimension_numbers"]
-            shape = equation.invars[0].aval.shape
-            return 2 * written * _product(shape[axis] for axis in contracted)
-        if name == "conv_general_dilated":
-            kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
-            return 2 * written * elements(kernel) // max(1, _product([kernel.shape[numbers.rhs_spec[0]]]))
-        if name in _DECOMPOSITIONS:
-            sizes = (elements(v.aval) * _product(v.aval.shape[-1:]) for v in equation.invars)
-            return _PER_DECOMPOSITION * max(sizes, default=0)
-        return written * (transcendental if name in TRANSCENDENTAL else 1)
 
-    return _count(jaxpr, of_equation, max)
+def _of_equation(equation: Any, transcendental: int) -> int:
+    """The operations of an equation that holds no others."""
+    name, written = equation.primitive.name, sum(elements(var.aval) for var in equation.outvars)
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        shape = equation.invars[0].aval.shape
+        return 2 * written * _product(shape[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
+        return 2 * written * elements(kernel) // max(1, _product([kernel.shape[numbers.rhs_spec[0]]]))
+    if name in _DECOMPOSITIONS:
+        sizes = (elements(v.aval) * _product(v.aval.shape[-1:]) for v in equation.invars)
+        return _PER_DECOMPOSITION * max(sizes, default=0)
+    return written * (transcendental if name in TRANSCENDENTAL else 1)
 
 
 _PRODUCTS = PRODUCTS | {"atan2", "conv_general_dilated", "div", "mul", "pow"}
@@ -88,16 +96,6 @@ def _times(equation: Any) -> int:
     """How often a loop runs its step; 1 if that is a symbol, or if it is no loop of a known length."""
     length = equation.params.get("length")
     return length if isinstance(length, int) else 1
-
-
-def _count(jaxpr: Any, of_equation: Callable[[Any], int], of_branches: Callable[[list[int]], int]) -> int:
-    """A sum over the equations of a jaxpr, in its loops, branches and functions too."""
-    total = 0
-    for equation in jaxpr.eqns:
-        name, inner = equation.primitive.name, [_count(e, of_equation, of_branches) for e in jaxprs_within(equation)]
-        counted = of_branches(inner) if inner and name == "cond" else _times(equation) * sum(inner)
-        total += counted if inner else of_equation(equation)
-    return total
 
 
 def _product(sizes: Iterable[Any]) -> int:

@@ -13,13 +13,10 @@ from jax.core import eval_jaxpr
 
 from .._avals import bytes_of
 from .._tree import merge
-from .equations import alone, called, inlined, jaxprs_within, loop_of, variables_of
+from .equations import alone, called, called_without_rule, inlined, jaxprs_within, loop_of, variables_of
 from .hoist import Hoisted, zeros_like
 
 Flags = list[bool]
-
-_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-"""Calls whose results may have the derivatives of inputs that their values ignore, as a surrogate gradient does."""
 
 
 def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
@@ -41,8 +38,8 @@ def _of_equation(equation: Any, given: Flags) -> Flags:
     try:
         if rule is not None:
             return rule(equation, given)
-        inner = called(equation)
-        if inner is not None and equation.primitive.name not in _WITH_RULES:
+        inner = called_without_rule(equation)  # one with a rule may have derivatives of inputs that its values ignore
+        if inner is not None:
             return _outputs(inner[0], given)
     except (AttributeError, KeyError, ValueError):  # a release of JAX in which it looks otherwise
         pass

@@ -229,11 +229,6 @@ def _pad(equation: Any, axes: _Axes) -> int:
     return axis
 
 
-def _slice(_: Any, axes: _Axes) -> int:
-    """A slice that has as many rows as its operand has all of them, in their order: no stride is negative."""
-    return _only(axes)
-
-
 def _update(equation: Any, axes: _Axes) -> int:
     """`dynamic_update_slice`: the update has all rows; if it is the same for all rows, so may it be the other way."""
     operand, update = (var.aval for var in equation.invars[:2])
@@ -386,7 +381,8 @@ _RULES: dict[str, Callable[[Any, _Axes], int]] = {
     "concatenate": _not_along("dimension"),
     "conv_general_dilated": _convolution,
     "dot_general": _dot_general,
-    "dynamic_slice": _slice,
+    # A slice that has as many rows as its operand has all of them, in their order: no stride is negative.
+    "dynamic_slice": lambda _, axes: _only(axes),
     "dynamic_update_slice": _update,
     "eigh": _last_axes(2),
     "fft": lambda equation, axes: _last_axes(len(equation.params["fft_lengths"]))(equation, axes),
@@ -395,7 +391,7 @@ _RULES: dict[str, Callable[[Any, _Axes], int]] = {
     "pad": _pad,
     "reshape": _reshape,
     "rev": _not_along("dimensions"),
-    "slice": _slice,
+    "slice": lambda _, axes: _only(axes),
     "sort": _not_along("dimension"),
     "split": _not_along("axis"),
     "svd": _last_axes(2),

@@ -23,7 +23,7 @@ from .outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
 def run_nested(loop: Loop) -> Any:
     """Runs a loop and finishes its results; see `finish`. Without wishes, this is only its `jax.lax.scan`."""
     loop = in_rounds(loop)
-    results = (loop.runner or run_planned)(loop)
+    results = run_levels(*plan(loop)) if loop.runner is None else loop.runner(loop)
     return finish(loop, *results) if loop.finish else results  # in the container that the body chose for its pair
 
 
@@ -33,11 +33,6 @@ def finish(loop: Loop, *results: Any) -> Any:
     for undo in reversed(loop.finish):
         result = result._replace(state=undo.state(result.state), ys=undo.ys(result), **undo.notes(result))
     return result.short
-
-
-def run_planned(loop: Loop) -> tuple[PyTree, PyTree]:
-    """Runs a loop in the chunks that its transforms ask for. Its results are still those of the transformed loop."""
-    return run_levels(*plan(loop))
 
 
 def run_levels(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:

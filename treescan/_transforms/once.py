@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from .._avals import PyTree, as_arrays, describe_leaf
-from .._errors import BodyFault, Fault, Misuse, Row
+from .._errors import BodyFault, Fault, Row
 from .._loop.loop import Feed, Loop, Step, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
 from .._trace.hoist import Hoisted, flatten_only, hoist
-from .._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves, merge, split
-from .axes import OverAxes
+from .._tree import Prefix, leaves_with_path, map_leaves, merge, split
+from .axes import OverAxes, spread_prefix
 
 
 class Parted(NamedTuple):
@@ -79,14 +79,11 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
 
 def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
     """For each leaf of y whether it must be the same in every step."""
-    try:
-        return tuple(map(bool, wanted.spread(y, "y")))
-    except PrefixMismatch as error:
-        raise Misuse(
-            f"{{verb}} over {{body}}: `out_axes` is not a prefix of y: {error}.",
-            "Give one axis for all leaves, or a prefix tree of y with axes; None for outputs that are the same in "
-            "every {step}.",
-        ) from None
+    cure = (
+        "Give one axis for all leaves, or a prefix tree of y with axes; None for outputs that are the same in every "
+        "{step}."
+    )
+    return tuple(map(bool, spread_prefix("`out_axes`", wanted.tree, y, "y", cure)))
 
 
 def _compute_inlined(program: StepProgram, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> Once:

@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import Array, PyTree, as_arrays, describe_argument, exact_int, is_weak, place_like
-from .._errors import Misuse
+from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
+from .._errors import ArgumentError, expect
 from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
 from .._trace.hoist import one_step, traced
-from .._tree import Prefix, PrefixMismatch, split
+from .._tree import Prefix, split
 from .._types import Axes, Save
-from .axes import move_outputs, static_axes
+from .axes import move_outputs, spread_prefix, static_axes
 from .refuse import refuse_symbolic, refuse_with_refs
 
 Keep = int | None
@@ -101,13 +101,12 @@ def _check_keep(keep: Any) -> int | None:
     if isinstance(keep, str) and keep in ("all", "last"):
         return ALL if keep == "all" else LAST
     steps = exact_int(keep)
-    if steps is None or steps < 1:
-        raise Misuse(
-            '{verb} over {body}: `save` must be "all", "last", an int of at least 1, positions or None, got '
-            f"{describe_argument(keep)}.",
-            "An int k keeps the positions k-1, 2k-1 and so on, and None drops an output. Other positions are a `range` "
-            "or a NumPy array: `np.array([4, 9, 99])`. Give one for all of y, or a prefix tree of y.",
-        )
+    kinds = '"all", "last", an int of at least 1, positions or None'
+    cure = (
+        "An int k keeps the positions k-1, 2k-1 and so on, and None drops an output. Other positions are a `range` or "
+        "a NumPy array: `np.array([4, 9, 99])`. Give one for all of y, or a prefix tree of y."
+    )
+    expect(steps is not None and steps >= 1, "save", kinds, keep, cure, error=ArgumentError)
     return steps
 
 
@@ -122,14 +121,11 @@ def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:
     Raises:
         Fault: for an `ArgumentError` if the prefix does not fit.
     """
-    try:
-        return tuple(save.spread(y, "y"))
-    except PrefixMismatch as error:
-        raise Misuse(
-            f"{{verb}} over {{body}}: `save` is not a prefix of y: {error}.",
-            'Give "all", "last", a number or None for all of y, or a prefix tree of y with these. Positions are a '
-            "`range` or a NumPy array, `np.array([4, 9, 99])`: a list or a tuple is a tree.",
-        ) from None
+    cure = (
+        'Give "all", "last", a number or None for all of y, or a prefix tree of y with these. Positions are a `range` '
+        "or a NumPy array, `np.array([4, 9, 99])`: a list or a tuple is a tree."
+    )
+    return tuple(spread_prefix("`save`", save.tree, y, "y", cure))
 
 
 def boundaries(keeps: Sequence[Keep], length: int) -> list[Wish]:

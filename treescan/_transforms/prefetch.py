@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument, describe_node, exact_int
-from .._errors import ArgumentError, Fault
+from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, exact_int
+from .._errors import ArgumentError, Fault, Misuse, expect
 from .._loop.loop import Feed, Loop, Memo, Step, is_untraced
 from .._loop.run import run
 from .._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
@@ -31,16 +31,6 @@ from .checkpoint import SaveDecisions
 from .nest import finish, run_nested
 from .refuse import once_only
 from .remat import Recompute
-
-_MANUAL = (
-    "`prefetch=1` gathers whole arrays, but within a `jax.shard_map` each device has only its part",
-    'Give a function that gathers them: `prefetch=lambda layer: jax.lax.all_gather(layer, "data", tiled=True)`.',
-)
-_NO_MESH = (
-    "`prefetch=1` gathers the weights on the devices of a mesh, but no mesh is set",
-    "Call it under `jax.set_mesh(mesh)`. Or give a function: `prefetch=lambda layer: "
-    "jax.lax.with_sharding_constraint(layer, whole)`, where `whole` is a sharding.",
-)
 
 
 @dataclass(frozen=True)
@@ -64,14 +54,13 @@ class Gather:
             return None
         if callable(prefetch):
             return cls(prefetch)
-        if exact_int(prefetch) == 1:
-            return cls()
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `prefetch` must be 1, a function of one layer, or None, got {describe_argument(prefetch)}.",
+        cure = (
             "1 gathers the weights of the next layer on all devices while the current layer is computed. A function "
-            "gathers them in its own way, and returns the layer.",
+            "gathers them in its own way, and returns the layer."
         )
+        kinds = "1, a function of one layer, or None"
+        expect(exact_int(prefetch) == 1, "prefetch", kinds, prefetch, cure, error=ArgumentError)
+        return cls()
 
     def __call__(self, layer: PyTree) -> PyTree:
         """The gathered layer; static leaves are frozen in both."""
@@ -80,8 +69,7 @@ class Gather:
         given = thaw_static(layer)
         gathered = self.function(given)
         if not same_structure(given, gathered):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 "{call}: `prefetch` must return a layer with the structure that it was given, but returned "
                 f"{describe_node(gathered)}.",
                 "Return the same layer with its weights gathered. Shapes and dtypes may change.",
@@ -97,17 +85,21 @@ def _whole(leaf: Any) -> Any:
     """An array whole on each device of the mesh that is set."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise _fault(_NO_MESH)
+        raise Misuse(
+            "{call}: `prefetch=1` gathers the weights on the devices of a mesh, but no mesh is set.",
+            "Call it under `jax.set_mesh(mesh)`. Or give a function: `prefetch=lambda layer: "
+            "jax.lax.with_sharding_constraint(layer, whole)`, where `whole` is a sharding.",
+        )
     if AxisType.Manual in mesh.axis_types:
-        raise _fault(_MANUAL)
+        raise Misuse(
+            "{call}: `prefetch=1` gathers whole arrays, but within a `jax.shard_map` each device has only its part.",
+            'Give a function that gathers them: `prefetch=lambda layer: jax.lax.all_gather(layer, "data", '
+            "tiled=True)`.",
+        )
     spec = PartitionSpec(*[None] * leaf.ndim)
     if AxisType.Explicit in mesh.axis_types:
         leaf = jax.sharding.reshard(leaf, spec)
     return jax.lax.with_sharding_constraint(leaf, spec) if AxisType.Auto in mesh.axis_types else leaf
-
-
-def _fault(says: tuple[str, str]) -> Fault:
-    return Fault(ArgumentError, f"{{call}}: {says[0]}.", says[1])
 
 
 @dataclass(frozen=True)
@@ -166,8 +158,7 @@ class Prefetch:
     @staticmethod
     def no_forward_mode() -> Fault:
         """The error for forward mode of a loop that gathers early."""
-        return Fault(
-            ArgumentError,
+        return Misuse(
             "{verb} over {body}: this is forward mode, but JAX differentiates a loop with `prefetch` only in reverse "
             "mode, like any function with a `jax.custom_vjp`.",
             "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
@@ -206,8 +197,7 @@ def _all_gathered(gathers: GatherLeaves, stack: list[Array], shared: list[Array]
 
 def _refuse_to_repeat(hoisted: Hoisted) -> None:
     if hoisted.refs:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `prefetch` does not support a block that closes over a mutable array (a `Ref`).",
             "Pass its value in x instead, or leave the option out.",
         )

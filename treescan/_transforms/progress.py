@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .._avals import Array, PyTree, as_arrays, describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
-from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse
+from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
 from .._progress import (
@@ -88,13 +88,12 @@ def check_settings(progress: Any) -> Progress | None:
         return None
     if progress is True or isinstance(progress, str):
         progress = Progress(None if progress is True else progress)
-    if not isinstance(progress, Progress):
-        raise TypeMisuse(
-            "{call}: `progress` must be True, a label, a `treescan.Progress` or None, got "
-            f"{describe_argument(progress)}.",
-            '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
-            "it moves, and what is printed next to it.",
-        )
+    bars = (
+        '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often it '
+        "moves, and what is printed next to it."
+    )
+    kinds = "True, a label, a `treescan.Progress` or None"
+    expect(isinstance(progress, Progress), "progress", kinds, progress, bars)
     label, show, updates = progress.label, progress.show, exact_int(progress.updates)
     is_label, is_count = label is None or isinstance(label, str), updates is not None and updates >= 1
     _expect(is_label, "label", "must be a string", label, "Without a label, the bar has the name of the body.")

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._avals import Array, LeafAxes, PyTree, describe_argument, exact_int
-from .._errors import Misuse
+from .._avals import Array, LeafAxes, PyTree, exact_int
+from .._errors import ArgumentError, expect
 from .._loop.loop import Feed, Loop, Step, is_untraced
 from .._trace.hoist import fixed_leaves, flattened, lifted, traced
 from .._tree import split
 from .rows.leaves import any_along, expand, select
-from .rows.resets import segments_in_time
+from .rows.resets import flags_of
 
 
 @dataclass(frozen=True)
@@ -61,12 +61,9 @@ class Truncate:
         """
         if truncate is None:
             return None
-        steps = exact_int(truncate)
-        if steps is None or steps < 1:
-            raise Misuse(
-                f"{{verb}} over {{body}}: `truncate` must be an int of at least 1, got {describe_argument(truncate)}.",
-                "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it.",
-            )
+        steps = exact_int(truncate) or 0
+        cure = "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it."
+        expect(steps >= 1, "truncate", "an int of at least 1", truncate, cure, error=ArgumentError)
         return cls(steps)
 
     def __call__(self, loop: Loop) -> Loop:
@@ -112,7 +109,9 @@ def truncate_rows(loop: Loop, size: int) -> Loop:
     leaf that all rows share is never reset. Its steps are those in which any row is valid.
     """
     valid, unchanged, axes, ran = loop.xs.valid, loop.rows.unchanged, loop.rows.axes.state, loop.offset
-    cut = _cuts(valid, segments_in_time(loop), size, ran, reverse=loop.reverse)
+    # Where segments begin in time; that of a row's first may be left out.
+    begins = None if loop.rows.resets is None else flags_of(loop, reverse=False)
+    cut = _cuts(valid, begins, size, ran, reverse=loop.reverse)
     shared = None
     if None in axes:
         shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, ran, reverse=loop.reverse)

@@ -13,7 +13,7 @@ from .._arguments import check_length, check_options
 from .._avals import Array, ArrayLike, PyTree, describe_traced
 from .._body.call import check_callable
 from .._body.signature import FORI
-from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, expect_int, explain, in_own_words, verb
+from .._errors import Misuse, TracedMisuse, expect, expect_int, explain, in_own_words, verb
 from .._transforms.axes import Count
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
@@ -134,19 +134,15 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
     """A checked bound, unchanged: a concrete int, or a traced int of shape []."""
     if not isinstance(bound, Tracer):
         return check_bound(bound, name)
-    if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
-        raise TypeMisuse(
-            f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
-            "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`.",
-        )
+    batch = "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`."
+    expect(bound.shape == () and jnp.issubdtype(bound.dtype, jnp.integer), name, "one int", bound, batch)
     return bound
 
 
 def check_bound(bound: Any, name: str) -> int:
     """A concrete int: the end of a range of indices."""
     if isinstance(bound, Tracer):
-        raise Fault(
-            TracedArgumentError,
+        raise TracedMisuse(
             f"{{call}}: `{name}` is {describe_traced(bound)}.",
             "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
             "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, is_key, mesh_of, place_like
-from ..._errors import ArgumentError, Fault
+from ..._errors import Fault, Misuse
 from ..._loop.loop import Feed, Loop
 from ..._trace.hoist import Hoisted, is_smooth, zeros_like
 from ..._tree import merge, replaced, split
@@ -388,10 +388,20 @@ class WatchedBackward(Numbering):
 class CheckCotangents(Check):
     """`check_finite="backward"`."""
 
-    @property
-    def no_forward_mode(self) -> Callable[[], Fault]:
-        """Makes the error for forward mode."""
-        return _no_forward_mode_early if self.about.ends_early else _no_forward_mode
+    def no_forward_mode(self) -> Fault:
+        """The error for forward mode; of a loop that ends early, where JAX would refuse it."""
+        if self.about.ends_early:
+            return Misuse(
+                '{verb} over {body}: `check_finite="backward"` looks at cotangents, which reverse mode alone has. '
+                "Forward mode was asked for, or the gradient of a `jax.vmap`, for which JAX needs it here.",
+                "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or leave it out there: True looks "
+                "at the carry, in forward mode too.",
+            )
+        return Misuse(
+            '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
+            "reverse mode alone has.",
+            "Leave it out there. True looks at the carry, in forward mode too.",
+        )
 
     def watch(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
         """The checked loop, of its trace and of the sites of the loops that take turns."""
@@ -498,29 +508,7 @@ def _noted(sites: Sequence[Site], rows: Any, batch: tuple[int, ...]) -> list[Not
 def refuse_truncate(check_finite: Any) -> None:
     """Refuses to look at cotangents that are cut: what was found would be cut with them."""
     if looks_backward(check_finite):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{verb} over {body}: `check_finite="backward"` does not look at cotangents that `truncate` cuts.',
             "Leave out one of the two.",
         )
-
-
-def _no_forward_mode() -> Fault:
-    """The error for forward mode of a loop whose cotangents are looked at."""
-    return Fault(
-        ArgumentError,
-        '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
-        "reverse mode alone has.",
-        "Leave it out there. True looks at the carry, in forward mode too.",
-    )
-
-
-def _no_forward_mode_early() -> Fault:
-    """Says why a loop that ends early has no forward mode here, where JAX would refuse it."""
-    return Fault(
-        ArgumentError,
-        '{verb} over {body}: `check_finite="backward"` looks at cotangents, which reverse mode alone has. Forward mode '
-        "was asked for, or the gradient of a `jax.vmap`, for which JAX needs it here.",
-        "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or leave it out there: True looks at the "
-        "carry, in forward mode too.",
-    )

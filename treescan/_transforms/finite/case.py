@@ -17,7 +17,7 @@ import numpy as np
 
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument
 from ..._body.carry import read_carries
-from ..._errors import ArgumentError, ArgumentTypeError, Fault
+from ..._errors import Fault, Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.blame import MADE, UNSURE, Operation
 from ..._trace.hoist import Hoisted, is_smooth
@@ -170,8 +170,7 @@ def looks_backward(value: Any) -> bool:
     """
     if isinstance(value, bool | str) and value in (True, False, "return", "backward"):
         return value == "backward"
-    raise Fault(
-        ArgumentTypeError,
+    raise TypeMisuse(
         '{verb} over {body}: `check_finite` is True, False, "return" or "backward", got '
         f"{describe_argument(value)}.",
         'True looks at the carry after each step, and "return" does so too, but returns a report in place of an error. '
@@ -202,7 +201,7 @@ def refuse_prefetch(gather: Any) -> None:
 
 
 def _refused(says: str, cure: str) -> Fault:
-    return Fault(ArgumentError, f"{{verb}} over {{body}}: `check_finite` {says}", cure)
+    return Misuse(f"{{verb}} over {{body}}: `check_finite` {says}", cure)
 
 
 class OuterSteps(NamedTuple):

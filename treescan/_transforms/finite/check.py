@@ -21,7 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
-from ..._errors import Fault, NonFiniteError, TracedArgumentError, named_options, speaking_of
+from ..._errors import Fault, NonFiniteError, TracedMisuse, named_options, speaking_of
 from ..._loop.loop import Loop, Memo, Result, Step, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
@@ -274,8 +274,7 @@ class FiniteReport(NamedTuple):
             NonFiniteError: if a step went wrong.
         """
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(self)):
-            raise Fault(
-                TracedArgumentError,
+            raise TracedMisuse(
                 "{verb} needs values, but those of the report are traced.",
                 "Return the report from the function that JAX traces, and check it outside. Within, `report.ok` is an "
                 "array.",

@@ -26,7 +26,8 @@ from ..._avals import (
 )
 from ..._errors import Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Result, Step, is_untraced
-from ..._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves
+from ..._tree import Prefix, leaves_with_path, map_leaves
+from ..axes import spread_prefix
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .axes import spread_batch_axes, with_axes
 from .leaves import mask_of_lengths, pick_steps, select_valid
@@ -154,13 +155,8 @@ def fill_leaves(fill: Prefix, tree: PyTree) -> list[Array]:
 
 
 def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
-    try:
-        return fill.spread(tree, "y")
-    except PrefixMismatch as error:
-        raise Misuse(
-            f"{{verb}} over {{body}}: `fill` is not a prefix of y: {error}.",
-            "Give one scalar for all of y, or a prefix tree of y with scalars.",
-        ) from None
+    cure = "Give one scalar for all of y, or a prefix tree of y with scalars."
+    return spread_prefix("`fill`", fill.tree, tree, "y", cure)
 
 
 def _cast(value: Any, leaf: Any, path: str) -> Array:
@@ -172,7 +168,8 @@ def _cast(value: Any, leaf: Any, path: str) -> Array:
             f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
             "Give a `fill` that fits, or one for each leaf of y.",
         )
-    return jnp.asarray(value, dtype)
+    with np.errstate(over="ignore"):  # a number beyond a floating-point dtype rounds to infinity
+        return jnp.asarray(value, dtype)
 
 
 def check_fill(fill: PyTree, *, may_hold: bool = True) -> PyTree:

@@ -330,7 +330,7 @@ class BeginSegments:
             None if axis is None else leaf if value is None else vary_over(value, varying)
             for leaf, value, axis in zip(loop.state, own, rows.axes.state, strict=True)
         ]
-        flags = flags_of(loop)
+        flags = flags_of(loop, reverse=loop.reverse)
         if rows.given.inits is not None:
             numbers = numbers_of(rows.given.spans, valid.shape)
             flags = select(flags, numbers, jnp.zeros_like(numbers))
@@ -344,21 +344,18 @@ class ResetRows:
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
-        return loop if loop.rows.resets is None else reset_rows(loop)
-
-
-def reset_rows(loop: Loop) -> Loop:
-    """Makes a loop restore the state that a segment begins from, before each step that is flagged."""
-    axes, begins = loop.rows.axes, begins_of(loop, loop.state)
-    pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
-    own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
-    loop = dataclasses.replace(
-        loop,
-        step=Reset(loop.step, axes.state, begins.tables),
-        consts=(begins.targets, loop.consts),
-        xs=loop.xs._replace(reset=begins.flags),
-    )
-    return with_axes(loop, consts=(*own, *axes.consts))
+        if loop.rows.resets is None:
+            return loop
+        axes, begins = loop.rows.axes, begins_of(loop, loop.state)
+        pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
+        own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
+        loop = dataclasses.replace(
+            loop,
+            step=Reset(loop.step, axes.state, begins.tables),
+            consts=(begins.targets, loop.consts),
+            xs=loop.xs._replace(reset=begins.flags),
+        )
+        return with_axes(loop, consts=(*own, *axes.consts))
 
 
 def begins_of(loop: Loop, state: list[Array]) -> Begins:
@@ -366,21 +363,14 @@ def begins_of(loop: Loop, state: list[Array]) -> Begins:
     if loop.rows.begins is not None:
         return loop.rows.begins
     inits = [leaf if axis is not None else None for leaf, axis in zip(state, loop.rows.axes.state, strict=True)]
-    return Begins(flags_of(loop), inits, (False,) * len(inits))
+    return Begins(flags_of(loop, reverse=loop.reverse), inits, (False,) * len(inits))
 
 
-def flags_of(loop: Loop) -> Array:
-    """bool[T, *batch]: before which steps a segment begins."""
-    return _flags_in(loop, reverse=loop.reverse)
+def flags_of(loop: Loop, *, reverse: bool) -> Array:
+    """bool[T, *batch]: before which steps a segment begins, in a direction.
 
-
-def segments_in_time(loop: Loop) -> Array | None:
-    """bool[T, *batch]: where segments begin in time; that of a row's first may be left out. None: no row has two."""
-    return None if loop.rows.resets is None else _flags_in(loop, reverse=False)
-
-
-def _flags_in(loop: Loop, *, reverse: bool) -> Array:
-    """The beginnings in a direction. For a `Packed`, also those of sequences whose first step is not valid."""
+    For a `Packed`, also sequences whose first step is not valid begin there.
+    """
     rows, valid = loop.rows, loop.xs.valid
     if rows.all_valid:
         # In reverse, a segment begins one step before each flag, in time.

@@ -17,7 +17,7 @@ from jax.core import eval_jaxpr
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, describe_traced, dtype_of
 from ..._body.call import call_user
 from ..._body.carry import read_carries
-from ..._errors import BodyError, Fault, speaking_of
+from ..._errors import BodyFault, Fault, speaking_of
 from ..._loop.loop import Body, Loop
 from ..._loop.run import named_signature
 from ..._tree import is_static, merge, thaw_static
@@ -62,8 +62,7 @@ def _check_flags(holds: Any) -> None:
     """Refuses what is not one array of bools."""
     is_array = jtu.all_leaves([holds]) and not is_static(holds)
     if not is_array or dtype_of(holds) != np.bool_:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             "{body}, the condition, must return one bool, or one for each row of a batch, but returned "
             f"{describe_node(holds)}.",
             "Return a comparison, `carry > 0`: an array of dtype bool, of shape [] or of the batch shape; or a Python "
@@ -74,16 +73,14 @@ def _check_flags(holds: Any) -> None:
 def check_condition(cond: Any) -> None:
     """Refuses a condition that cannot be called."""
     if not callable(cond):
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{verb}} needs a function as its condition, but got {describe_traced(cond)}.",
             "The condition comes first, and the body after it: `treescan.while_scan(cond, step, init)`.",
         )
     parameters = Body.of(cond).parameters
     if parameters is not None and not _takes_one(parameters):
         with speaking_of(cond):
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"{{body}}, the condition, takes ({', '.join(map(_spelled, parameters))}), but {{verb}} calls it with "
                 "(carry).",
                 "Write it as `def cond(carry): ...`, and take the carry apart inside of it, `i, h = carry`. If it "
@@ -177,8 +174,7 @@ class Condition:
         if batch == (tier, *self.jaxprs[0].out_avals[0].shape[1:]):
             return traced
         with speaking_of(call.body.function):
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"{{body}}, the condition, returned bool[{','.join(map(str, batch))}] when `compact` called it with "
                 f"{tier} of the {rows} rows.",
                 _ONE_EACH,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ import numpy as np
 
 from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
-from ..._errors import ArgumentError, BodyError, Fault
+from ..._errors import BodyFault, Fault, Misuse
 from ..._loop.loop import Body, Feed, Loop, Step, is_untraced
 from ..._tree import Prefix, map_leaves
 from ..axes import count_from
@@ -50,17 +49,6 @@ class Bounds(NamedTuple):
         apart = jax.lax.convert_element_type(upper - lower, unsigned)  # the difference may not fit the signed type
         within = jnp.minimum(apart, jnp.asarray(most, unsigned)).astype(jnp.int32)
         return jnp.where(upper > lower, within, jnp.zeros_like(within))
-
-
-def no_forward_mode() -> Fault:
-    """The error for forward mode of a loop whose body has a rule for reverse mode alone."""
-    return Fault(
-        ArgumentError,
-        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
-        "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
-        "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
-        "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
-    )
 
 
 class Going(NamedTuple):
@@ -118,10 +106,15 @@ class EndEarly:
     compact: bool | tuple[int, ...] = False
     moves = True
 
-    @property
-    def no_forward_mode(self) -> Callable[[], Fault]:
-        """Says why there is no forward mode, where JAX would refuse it."""
-        return no_forward_mode
+    @staticmethod
+    def no_forward_mode() -> Fault:
+        """The error for forward mode of a loop whose body has a rule for reverse mode alone."""
+        return Misuse(
+            "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
+            "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
+            "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
+            "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
+        )
 
     def __call__(self, loop: Loop) -> Loop:
         bounds: Bounds | None = loop.going
@@ -156,16 +149,14 @@ class EndEarly:
         asked = [name for name, prefix in axes.items() if prefix != _LEADS]
         asked += ["compact"] if self.compact else []
         if asked:
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{verb}} over {{body}}: `{asked[0]}` is for rows that stop independently, but the condition "
                 "returned a single bool.",
                 "Let the condition return one bool for each row, bool[*batch], without reducing over the rows. Or "
                 f"leave `{asked[0]}` out.",
             )
         if body.sees_valid and needs_keyword(body.body, "valid"):
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 "{body} needs the keyword `valid`, which {verb} passes only if the condition returns one bool for "
                 "each row. It returned a single bool.",
                 "Let the condition return bool[*batch], or give `valid` a default.",

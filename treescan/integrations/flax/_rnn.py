@@ -353,9 +353,10 @@ def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple
     shape = shape_of(inputs)
     batch_axes = -1 if shape is None else len(shape) - features - 1
     if batch_axes < 0:
+        axes = "axis" if features == 1 else "axes"
         order = "[T, *batch, *features]" if time_major else "[*batch, T, *features]"
         raise refused(
-            f"{{verb}}: inputs must be {order}, with {features} {'axis' if features == 1 else 'axes'} of features for this cell, but are "
+            f"{{verb}}: inputs must be {order}, with {features} {axes} of features for this cell, but are "
             f"{describe_argument(inputs)}.",
             f"Give one array with at least {features + 1} axes.",
         )
