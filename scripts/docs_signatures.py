@@ -82,15 +82,17 @@ def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | N
             annotation = given.annotation
         shown.append(griffe.Parameter(given.name, annotation=annotation, kind=given.kind, default=given.default))
     if "options" in typed:
-        shown += options_of(package, str(typed["options"].annotation), {parameter.name for parameter in shown})
+        known = {parameter.name for parameter in shown}
+        shown += options_of(package, str(typed["options"].annotation), known, of_streams="stream" in function.name)
     return griffe.Parameters(*shown)
 
 
-def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list[griffe.Parameter]:
+def options_of(package: griffe.Module, annotation: str, known: set[str], *, of_streams: bool) -> list[griffe.Parameter]:
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
+    verbs = ["stream.stream", "mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers"]
     defaults = {
         parameter.name: parameter.default
-        for verb in ("stream.stream", "mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
+        for verb in (*verbs, *verbs[: int(of_streams)])  # `prefetch` counts parts there, and layers elsewhere
         for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
