@@ -310,6 +310,18 @@ def more_about(kind: type[Exception]) -> str:
 
 
 @contextlib.contextmanager
+def noted(whose: str) -> Generator[None]:
+    """Adds to what a function of the user's raises, other than a body, which one that is."""
+    try:
+        yield
+    except (Fault, TreescanError):
+        raise
+    except Exception as error:
+        error.add_note(f"{whose} raised this.")
+        raise
+
+
+@contextlib.contextmanager
 def speaking_of(body: Any) -> Generator[None]:
     """Faults that are found within are about this one of the functions that a verb was given."""
     try:

@@ -257,3 +257,26 @@ def test_an_object_that_was_not_changed_is_not_traced_again() -> None:
         scan(step, (0.0, held), jnp.ones(4))
         counts.append(len(traces))
     assert counts == [counts[0]] * 3
+
+
+OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "show": (
+        lambda: fold(lambda c, x: c + x, 0.0, XS[0], progress=treescan.Progress(show=lambda step, c: {"c": c})),
+        "`show` of the `Progress`, called with the carry,",
+    ),
+    "reset_to": (
+        lambda: mask_scan(lambda c, x: (c, x), 0.0, XS[0], resets=XS[0] > 2, reset_to=lambda: 0.0),
+        "`reset_to`, called with `init`,",
+    ),
+    "init": (
+        lambda: treescan.init_layers(lambda: 0.0, jax.random.key(0), 3),
+        "`init` of `init_layers`, called with a key and `args`,",
+    ),
+}
+
+
+@pytest.mark.parametrize(("run", "whose"), OTHERS.values(), ids=OTHERS)
+def test_what_a_function_beside_the_body_raises_says_whose_it_is(run: Callable[[], Any], whose: str) -> None:
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        run()
+    assert f"{whose} raised this." in caught.value.__notes__

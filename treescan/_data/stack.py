@@ -27,7 +27,7 @@ from .._avals import (
 )
 from .._body.carry import agree, find_differences
 from .._body.registered import refuse_unregistered
-from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, speaking_of, verb
+from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, noted, speaking_of, verb
 from .._loop.loop import Body, is_jit_disabled, under_a_trace
 from .._transforms.axes import spread_prefix
 from .._tree import (
@@ -469,7 +469,8 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
 
 
 def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
-    layer = body.function(key, *thaw_static(frozen))
+    with noted("`init` of `init_layers`, called with a key and `args`,"):
+        layer = body.function(key, *thaw_static(frozen))
     refuse_unregistered({"layer": layer}, LayerFault)
     return freeze_shared(layer)
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .._avals import Array, PyTree, as_arrays, describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
-from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect
+from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect, noted
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
 from .._progress import (
@@ -441,4 +441,6 @@ class Showing:
     def _shown(self, carry: PyTree) -> Any:
         assert self._show is not None
         carry = thaw_static(carry)
-        return self._show(read_carries(carry, self._carry_name) if self._custom else carry)
+        seen = read_carries(carry, self._carry_name) if self._custom else carry
+        with noted("`show` of the `Progress`, called with the carry,"):
+            return self._show(seen)

@@ -35,7 +35,7 @@ from ..._avals import (
     varying_axes,
 )
 from ..._body.carry import agree
-from ..._errors import Misuse, Row
+from ..._errors import Misuse, Row, noted
 from ..._loop.loop import Feed, Loop, Step
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
@@ -442,7 +442,8 @@ def check_targets(
         fits = functools.partial(_fits_table, np.shape(flags.spans[0])[0], batch)
         name = "the `init` of the `Packed`"
         return flags._replace(inits=check(name, flags.inits, (_SEQUENCES, _SEQUENCES), fits))
-    tree = reset_to(init) if _is_function(reset_to) else reset_to
+    with noted("`reset_to`, called with `init`,"):
+        tree = reset_to(init) if _is_function(reset_to) else reset_to
     if _is_function(reset_to) and (tree is None or _is_function(tree)):
         raise Misuse(
             f"{{call}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
