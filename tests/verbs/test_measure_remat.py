@@ -85,7 +85,7 @@ def test_a_call_without_a_gradient() -> None:
         return n + x, None
 
     found = measure_remat(treescan.scan, rounds, 0, jnp.arange(4), progress=False)
-    assert {plan.refusal for plan in found.plans} == {"nothing in it is floating-point"}
+    assert {plan.refusal for plan in found.plans} == {"There is no gradient: nothing in it is floating-point."}
     with pytest.raises(treescan.ArgumentError, match="no plan was measured"):
         found.best  # noqa: B018, it raises
 

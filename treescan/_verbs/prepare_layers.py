@@ -37,7 +37,7 @@ from .._body.carry import StateAndY
 from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
-from .._errors import LayerFault, Misuse, Row, TreescanError, TypeMisuse, speaking_of
+from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
 from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
@@ -298,7 +298,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
 def check_args(args: Any) -> tuple[PyTree, ...]:
     """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
     if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
-        raise TypeMisuse(
+        raise Misuse(
             f"{{verb}} over {{body}}: `args` must be a tuple of the values that all layers share, got "
             f"{describe_argument(args)}.",
             "For a single argument write `args=(value,)`.",
