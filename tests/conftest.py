@@ -72,7 +72,7 @@ _SHARES = {  # of the slow tests of these modules one in so many runs in CI
     "test_flags": 10,
     "test_flax_rnn": 3,
     "test_flax_scan": 4,
-    "test_guarded": 4,
+    "test_guarded": 6,
     "test_handed_on": 6,
     "test_in_place": 3,
     "test_key_reuse": 3,
@@ -93,7 +93,7 @@ _SHARES = {  # of the slow tests of these modules one in so many runs in CI
 # Tests that were measured to take more than 0.6 s, on two cores, where a faster case of the same function is left for
 # every day; and some that take seconds whatever the case.
 _SLOW = frozenset((pathlib.Path(__file__).parent / "slow.txt").read_text().splitlines())
-_SHARE_OF_SLOW = 5  # one in so many of these runs in CI, of functions that run every day
+_SHARE_OF_SLOW = 6  # one in so many of these runs in CI, of functions that run every day
 _RELEASE_SHARE = int(os.environ.get("TREESCAN_RELEASE_SHARE", "1"))
 # On a machine that is slower than ours, CI skips the slow tests that would begin later than this, and says so.
 _MINUTES = float(os.environ.get("TREESCAN_SLOW_MINUTES", "inf"))
