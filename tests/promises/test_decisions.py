@@ -15,6 +15,7 @@ from generated.programs import Seeded
 
 import treescan
 from examples import checkpoint_of_max
+from treescan import Remat
 from treescan._transforms.checkpoint import compares, decides
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64:UserWarning")
@@ -179,6 +180,46 @@ THRESHOLDS = [
 def test_comparisons_with_a_number_without_rows(decision):
     """Each is true for a value that is compared with itself, in a roundabout way."""
     assert not failure(dataclasses.replace(LARGEST, decision=decision, plan="remat='step'", rows=False))
+
+
+RECORDS = {
+    "nested": lambda step, h, xs: treescan.scan(step, h, xs, remat="nested"),
+    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat("everything_saveable", segment=4)),
+    "levels": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat(levels=3)),
+    "dots": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat("dots_saveable")),
+    "masked": lambda step, h, xs: treescan.mask_scan(step, h, xs, lengths=np.full(8, 48), chunk=8),
+    "masked, nested": lambda step, h, xs: treescan.mask_scan(step, h, xs, lengths=np.full(8, 48), remat="nested"),
+}
+RELATIONS = {
+    "a record": lambda v: v - jax.lax.associative_scan(jnp.maximum, v, axis=1) >= 0,
+    "the angle of a difference": lambda v: jnp.arctan2(v - v.max(-1, keepdims=True), jnp.float32(-1e-12)),
+    "the rest of a difference": lambda v: jax.lax.rem(1 + (v - v.max(-1, keepdims=True)) * 1e8, jnp.float32(1)),
+}
+_SLOW_RELATIONS = [
+    pytest.param(run, relation, marks=() if plan in ("nested", "masked") and name == "a record" else pytest.mark.slow)
+    for plan, run in RECORDS.items()
+    for name, relation in RELATIONS.items()
+]
+
+
+@pytest.mark.parametrize(("run", "relation"), _SLOW_RELATIONS)
+def test_a_relation_of_a_value_with_its_maximum_is_decided_once(run, relation):
+    """What a step returns is linear in a number, so the gradient is what it returns for the number 1."""
+    rng = np.random.default_rng(0)
+    weights, h = jnp.float32(0.3 * rng.normal(size=(16, 16))), jnp.float32(rng.normal(size=(8, 16)))
+    xs = jnp.float32(rng.normal(size=(48, 8, 16)))
+
+    @jax.jit
+    @jax.value_and_grad
+    def returned(number):
+        def step(h, x):
+            v = jnp.sin(h @ weights) * x
+            return jnp.tanh(v), number * jax.lax.stop_gradient(relation(v).astype(jnp.float32))
+
+        return run(step, h, xs)[1].sum()
+
+    value, gradient = returned(jnp.float32(1))
+    np.testing.assert_allclose(value, gradient, rtol=1e-5)
 
 
 def test_relu_saves_no_comparisons():

@@ -21,7 +21,7 @@ from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inl
 from .._trace.hoist import Hoisted, is_smooth, one_step
 from .._tree import replaced, split
 from .._types import Remat
-from .checkpoint import checkpoint_step, count_parts, remat_sizes, saves_whole_steps
+from .checkpoint import checkpoint_step, count_parts, relates, remat_sizes, saves_whole_steps
 from .in_bulk import bytes_of_products, ready_for_chunks, saving_step
 from .refuse import refuse_symbolic
 
@@ -45,6 +45,7 @@ class Footprint:
     Attributes:
         carry: of the leaves of the carry that change from step to step.
         kept: what is saved of a step that is recomputed: the carry before each block of it, and its decisions.
+        decided: its decisions, if chunks of steps save them too; see `relates`.
         whole: what is saved of a step where nothing is recomputed, its carry included.
         working: what the gradient computes once more, and holds at one time.
         xs: of the slice of xs.
@@ -57,6 +58,7 @@ class Footprint:
 
     carry: int
     kept: int
+    decided: int
     whole: int
     working: int
     xs: int
@@ -75,12 +77,13 @@ def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
     # What all steps read: the arguments of the loop, what no step changes, and what the body closes over.
     read = itertools.chain(*((*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) for hoisted in loops))
     shared = {id(leaf): leaf for leaf in read if hasattr(leaf, "dtype")}
+    kept = sum(
+        bytes_of_step(each, checkpoint_step(each.loop.step, Remat(levels=1), looped=True, trace=each)) for each in loops
+    )
     return Footprint(
         carry=max(carries),
-        kept=sum(
-            bytes_of_step(each, checkpoint_step(each.loop.step, Remat(levels=1), looped=True, trace=each))
-            for each in loops
-        ),
+        kept=kept,
+        decided=kept - sum(carries) if any(relates(each.jaxpr) for each in loops) else 0,
         whole=sum(steps),
         working=round(max(steps) + AHEAD * (sum(steps) - max(steps))),
         xs=_sum(itertools.chain(*slices)),
@@ -435,6 +438,7 @@ def describe(remat: Remat | None, length: int, step: Footprint, kept: int | None
     everything = remat is None or remat.policy is _EVERYTHING
     kept = (step.whole if everything else step.kept) if kept is None else kept
     saved = _saved_bytes(length, sizes, step.carry, kept) + (0 if everything else step.working)
+    saved += length * step.decided if sizes else 0
     copied = _copied_bytes(length, sizes, step)
     of_one = max(step.working, 2 * step.carry + step.leaf) if everything else 0
     needed = saved + copied + step.d_xs + step.weights + of_one

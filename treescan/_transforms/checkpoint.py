@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
 from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Step
-from .._trace.equations import called, jaxprs_within
+from .._trace.equations import called, holds, jaxprs_within
 from .._trace.hoist import Hoisted, is_rewriting, smooth_part
 from .._types import Remat
 from .refuse import refuse_symbolic
@@ -26,7 +26,7 @@ _ORDER = frozenset({"ge", "gt", "le", "lt"})
 _COMPARE = _ORDER | {"argmax", "argmin", "eq", "is_finite", "ne"}
 _RANK = frozenset({"approx_top_k", "sort", "top_k"})
 _CAST = frozenset({"bitcast_convert_type", "convert_element_type"})
-_JUMP = frozenset({"ceil", "floor", "round", "sign"})
+_JUMP = frozenset({"atan2", "ceil", "floor", "rem", "round", "sign"})
 _CHOOSE = frozenset({"argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"})
 # fmt: off
 _MOVES = _COMPARE | _CHOOSE | frozenset(
@@ -84,6 +84,15 @@ def chooses(jaxpr: Any) -> bool:
     it may be: then the root of the difference is not a number.
     """
     return any(map(_chooses, jaxpr.eqns))
+
+
+def relates(jaxpr: Any) -> bool:
+    """Whether an open jaxpr may compare values with those that it chose among them, for example with their maximum.
+
+    Two loops may round such a relation in two ways for many values at once: XLA may contract a product into the
+    difference that is compared with 0 in one of them, and not in the other.
+    """
+    return chooses(jaxpr) and (compares(jaxpr) or holds(jaxpr, _JUMP | {"eq", "ne"}))
 
 
 def _chooses(equation: Any) -> bool:
@@ -322,16 +331,18 @@ class RematChunk:
     Attributes:
         offload: the memory kind where the state that goes in is kept; None: where it is.
         inside: what is put around the chunk before that; None: nothing.
+        related: whether its steps may compare values with those that they chose among them; see `relates`.
     """
 
     offload: str | None = None
     inside: Callable[[Step], Step] | None = None
+    related: bool = False
     recomputes = True
 
     def __call__(self, step: Step, looped: bool) -> Step:
         step = rolled(step)
         step = step if self.inside is None else self.inside(step)
-        return Checkpointed(step, looped, policy_of_chunk(step), self.offload)
+        return Checkpointed(step, looped, policy_of_chunk(step, related=self.related), self.offload)
 
 
 def rolled(step: Step) -> Step:
@@ -343,13 +354,15 @@ def rolled(step: Step) -> Step:
     return step.rolled() if isinstance(step, RunChunk) else step
 
 
-def policy_of_chunk(step: Step) -> Callable[..., Any] | None:
+def policy_of_chunk(step: Step, *, related: bool) -> Callable[..., Any] | None:
     """What is saved of a chunk of steps that the gradient computes again, beside its inputs.
 
     Nothing, if the chunk is a loop: the gradient runs it again, and that loop saves what its steps decide before the
-    loop of their derivatives begins. Any other chunk is one computation with its derivative, so decisions are saved.
+    loop of their derivatives begins. Where steps may compare values with those that they chose among them (`related`),
+    that loop may decide otherwise than the first one did, so decisions are saved. So they are for any other chunk,
+    which is one computation with its derivative.
     """
-    return None if getattr(step, "is_loop", False) else SaveDecisions()
+    return None if getattr(step, "is_loop", False) and not related else SaveDecisions()
 
 
 def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:

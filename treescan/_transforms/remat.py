@@ -22,6 +22,7 @@ from .budget import fit_budget
 from .checkpoint import (
     RematChunk,
     checkpoint_steps,
+    relates,
     remat_sizes,
     saves_whole_steps,
 )
@@ -175,20 +176,24 @@ def _recompute(loop: Loop, remat: Remat) -> Loop:
     at_once = not (masked or loop.turns) and saves_whole_steps(loop.trace, remat)
     loop = ready_for_chunks(loop) if at_once else loop
     loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
-    wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
+    related = any(relates(trace.jaxpr) for trace in loop.trace.each)
+    wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None, related=related)
     return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
 
 
-def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step] | None = None) -> list[Wish]:
+def remat_wishes(
+    length: int, remat: Remat | None, inside: Callable[[Step], Step] | None = None, *, related: bool
+) -> list[Wish]:
     """The chunks that the gradient recomputes: none of their sizes has to be met exactly.
 
     Args:
         length: the steps of the loop.
         remat: the plan.
         inside: what is put around the chunks before the checkpoint.
+        related: as for `RematChunk`.
     """
     sizes, offload = remat_sizes(length, remat), None if remat is None else remat.offload
-    return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None, inside)) for size in sizes]
+    return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None, inside, related)) for size in sizes]
 
 
 def check_remat_or_auto(remat: Any) -> Remat | Auto | None:

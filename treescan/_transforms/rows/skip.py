@@ -19,7 +19,7 @@ from ..._cpu import backend
 from ..._loop.chunk import LARGEST, Around, Wish, chunk_size
 from ..._loop.loop import Feed, Loop, Step, is_untraced
 from ..._trace.hoist import is_rewriting
-from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, rolled
+from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from .axes import RowAxes
@@ -43,14 +43,20 @@ class ChunkRemat(enum.Enum):
 
     NONE = enum.auto()
     RECOMPUTES = enum.auto()
+    DECIDES_ONCE = enum.auto()
     SAVES_STEPS = enum.auto()
     SAVES_ALL = enum.auto()
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the gradient computes the chunks once more."""
+        return self in (ChunkRemat.RECOMPUTES, ChunkRemat.DECIDES_ONCE)
 
 
 def _policy_of(remat: ChunkRemat, step: Step) -> Callable[..., Any] | None:
     """What is saved of a chunk that has a checkpoint."""
-    if remat is ChunkRemat.RECOMPUTES:
-        return policy_of_chunk(step)
+    if remat.recomputes:
+        return policy_of_chunk(step, related=remat is ChunkRemat.DECIDES_ONCE)
     from ..in_bulk import save_all_but_cheap
 
     whole = jax.checkpoint_policies.everything_saveable
@@ -95,7 +101,7 @@ class RunLive:
             from .compact import LiveRows
 
             taken = [*(LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]), *taken]
-        if self.remat is ChunkRemat.RECOMPUTES and _may_nest(
+        if self.remat.recomputes and _may_nest(
             (consts, state, feed)
         ):  # otherwise the other branches would write zeros for all values that this one saves
             taken = [checkpoint(branch, prevent_cse=False) for branch in taken]
@@ -155,12 +161,10 @@ class Skip:
         """
         if loop.trace.effects:
             return ChunkRemat.NONE
-        if not self._is_chosen(loop, tiers):
-            return ChunkRemat.RECOMPUTES
         from ..remat import is_large
 
-        if is_large(loop.trace):
-            return ChunkRemat.RECOMPUTES
+        if not self._is_chosen(loop, tiers) or is_large(loop.trace):
+            return ChunkRemat.DECIDES_ONCE if relates(loop.trace.jaxpr) else ChunkRemat.RECOMPUTES
         return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
 
     def _is_chosen(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
@@ -270,7 +274,7 @@ class _Around:
     @property
     def recomputes(self) -> bool:
         """Whether the gradient computes the chunks once more."""
-        return self.remat is ChunkRemat.RECOMPUTES
+        return self.remat.recomputes
 
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder does not justify more copies of the body.
@@ -281,7 +285,7 @@ class _Around:
 
             step = in_bulk(step)
         remat = self.remat if looped else ChunkRemat.NONE
-        reads_again = self.recomputed or remat is ChunkRemat.RECOMPUTES
+        reads_again = self.recomputed or remat.recomputes
         return RunLive(step, tiers, self.axes, self.idle, remat, looped, reads_again)
 
 
