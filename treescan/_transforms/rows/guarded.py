@@ -128,12 +128,16 @@ class Guarded:
             values = dict(zip(variables, [*self.consts, *read, *tangents], strict=True))
             for number, equation in enumerate(self.jaxpr.eqns):
                 operands, cut = values_of(equation.invars, values), self.cuts.get(number)
+                wide = cut is not None and equation.primitive.name in independence.ELEMENTWISE
                 for place, axis in cut.operands if cut else ():
                     value = operands[place]
-                    if equation.primitive.name in independence.ELEMENTWISE:
+                    if wide:  # a number that all rows share becomes one of rows
                         value = jnp.broadcast_to(value, equation.outvars[0].aval.shape)
                     operands[place] = zeroed(value, axis)
-                results = evaluate_alone(self.jaxpr, equation, operands)
+                if wide:
+                    results = [equation.primitive.bind(*operands, **equation.params)]
+                else:
+                    results = evaluate_alone(self.jaxpr, equation, operands)
                 if cut and cut.result is not None:
                     results = [zeroed(result, cut.result) for result in results]
                 values.update(zip(equation.outvars, results, strict=True))

@@ -97,15 +97,15 @@ class Push:
         structure: of the derivative, whose leaves are arrays.
         where: for each of these leaves where it is.
         making: an open jaxpr that selects, from what steps are fed, what the derivative reads and is not saved.
+        takes: for each input of that where it is.
         consts: what that closes over.
-        reads: how many leaves the consts of the step have.
     """
 
     structure: Any
     where: tuple[Where, ...]
     making: Any
+    takes: tuple[Where, ...]
     consts: Arrays
-    reads: int
 
     def at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
         """The tangent of a step, as a function of the tangents of consts, state and x, one after the other."""
@@ -119,9 +119,9 @@ class Push:
             saved: what the step saved.
             fed: what it was fed.
         """
-        states = len(self.making.invars) - len(fed)
-        given = [*same[len(same) - self.reads :], *[None] * (states - self.reads), *fed]
-        found = {"saved": saved, "fed": fed, "same": same, "made": eval_jaxpr(self.making, self.consts, *given)}
+        found = {"saved": saved, "fed": fed, "same": same}
+        given = [found[kind][place] for kind, place in self.takes]
+        found["made"] = eval_jaxpr(self.making, self.consts, *given)
         return [found[kind][place] for kind, place in self.where]
 
 
@@ -223,7 +223,8 @@ def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    into = _into(closed.jaxpr, on) if guards else called_without_rule
+    axes = loop.rows.axes if guards else None
+    into = _into(closed.jaxpr, on, (*axes.consts, *axes.state, *axes.x)) if guards else called_without_rule
     return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on, into)
 
 
@@ -272,11 +273,15 @@ def _parted(
     if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
         raise Unproven("an array of zeros cannot hold keys")
     record = Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first)
-    given = [*jax.tree.leaves(loop.consts), *[None] * (len(jaxpr.invars) - first)]
+    consts = jax.tree.leaves(loop.consts)
+    making, at = _part_for(list(made), jaxpr)
+    takes = [Where("fed", place - last) if place >= last else Where("same", len(same) + place) for place in at]
+    sharing, at = _part_for(same, jaxpr)
+    shared = eval_jaxpr(sharing, closed.consts, *(consts[place] for place in at))
     return Linearized(
         record,
-        Push(structure, tuple(where), _part_for(list(made), jaxpr), list(closed.consts), first),
-        [*map(jnp.asarray, eval_jaxpr(_part_for(same, jaxpr), closed.consts, *given)), *given[:first]],
+        Push(structure, tuple(where), making, tuple(takes), list(closed.consts)),
+        [*map(jnp.asarray, shared), *consts],
         [var.aval for var in saved],
         on[first:last],
         y_on,
@@ -285,12 +290,14 @@ def _parted(
     )
 
 
-def _into(jaxpr: Any, on: tuple[bool, ...]) -> Calls:
+def _into(jaxpr: Any, on: tuple[bool, ...], axes: Any) -> Calls:
     """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`.
 
     It is left in the trace of a tangent for inputs that have none; and no other call reads such an input directly.
     """
-    without, valid = split(on, jaxpr.invars)[1], jaxpr.invars[-1]
+    leaves = zip(jaxpr.invars, on, axes, strict=False)  # the others are what steps are fed beside x
+    without = [var for var, is_on, axis in leaves if not is_on and axis is not None and is_smooth(var.aval)]
+    valid = jaxpr.invars[-1]
 
     def called_or_guarded(equation: Any) -> tuple[Any, list[Any]] | None:
         ours = len(equation.invars) == 2 and equation.invars[1] is valid and equation.invars[0] in without
@@ -311,9 +318,12 @@ def _selected(jaxpr: Any, places: Sequence[int]) -> set[Any]:
     return selected
 
 
-def _part_for(outputs: list[Any], jaxpr: Any) -> Any:
-    """The part of an open jaxpr that computes these outputs."""
-    return jaxpr.replace(outvars=outputs, eqns=needed(jaxpr.eqns, outputs))
+def _part_for(outputs: list[Any], jaxpr: Any) -> tuple[Any, list[int]]:
+    """The part of an open jaxpr that computes these outputs, and the places of the inputs that it takes."""
+    equations = needed(jaxpr.eqns, outputs)
+    read = set(variables_of([*outputs, *(atom for each in equations for atom in each.invars)]))
+    at = [place for place, var in enumerate(jaxpr.invars) if var in read]
+    return jaxpr.replace(invars=[jaxpr.invars[place] for place in at], outvars=outputs, eqns=equations), at
 
 
 @dataclass(frozen=True)
@@ -366,6 +376,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
     found, axes = _linearized(dataclasses.replace(loop, xs=fed), part, apart=apart), loop.rows.axes
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
+    shows = found.guarded is not None
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = fed._replace(schedule=schedule)
@@ -381,7 +392,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
 
         def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
             loop = recording(consts, state, fed, schedule)
-            loop = loop if found.guarded is None else loop.having(step=ShowsGood(record, axes))
+            loop = loop.having(step=ShowsGood(record, axes)) if shows else loop
             return stack_chunks(loop, size, outputs)
 
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
@@ -438,6 +449,12 @@ def _solve(
     bare: Loop, found: Linearized, tangents: _In, read: tuple[Arrays, Arrays], schedule: Schedule, size: int
 ) -> _Out:
     """What goes out of a linear loop, given what goes in. `read` is what its steps have saved, and were fed."""
+    same, (saved, fed) = found.same, read
+    # JAX fails on the tangent of what a linear loop is given and does not read.
+    used = {*found.push.where, *found.push.takes, *([] if found.guarded is None else [Where("fed", len(fed) - 1)])}
+    same = [leaf if Where("same", place) in used else None for place, leaf in enumerate(same)]
+    read = saved, [leaf if Where("fed", place) in used else None for place, leaf in enumerate(fed)]
+    found = found._replace(same=[])  # a step may not hold tracers
     outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
     zeros = [_zeros(bare, var.aval) for var in split(found.y, outputs)[0]]
 
@@ -447,7 +464,7 @@ def _solve(
             out = found.push_at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
-        xs, consts = Feed((*read, given.xs), schedule=schedule), (found.same, given.consts)
+        xs, consts = Feed((*read, given.xs), schedule=schedule), (same, given.consts)
         loop = dataclasses.replace(bare, step=step, consts=consts, state=given.state, xs=xs)
         return _Out(*stack_chunks(loop, size, zeros))
 
@@ -464,7 +481,7 @@ def _solve(
         loop = dataclasses.replace(
             bare,
             step=step,
-            consts=found.same,
+            consts=same,
             state=([zeros_like(leaf) for leaf in tangents.consts], cotangents.state),
             xs=Feed((*read, cotangents.ys), schedule=schedule),
             reverse=not bare.reverse,
@@ -487,7 +504,8 @@ def _solve(
         return jax.tree.map(jax.lax.add, given, pull(out)), out
 
     nothing = _Out([zeros_like(leaf) for leaf in tangents.state], zeros)
-    return jax.lax.custom_linear_solve(equation, _all_linear((tangents, nothing)), solve, solve_transposed)[1]
+    both = jax.lax.custom_linear_solve(equation, _all_linear((tangents, nothing)), solve, solve_transposed)
+    return _all_linear(both)[1]  # so that no part of the solution has a tangent of zero alone
 
 
 def _all_linear(tree: PyTree) -> PyTree:
