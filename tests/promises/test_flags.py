@@ -52,6 +52,20 @@ def test_a_verb_under_a_flag(flag: str, verb: str) -> None:
     check(flag, verb, [()], ("eager",) if flag == "jax_debug_nans" else ("grad",))
 
 
+@pytest.mark.parametrize("flag", ["jax_enable_checks", "jax_check_tracer_leaks"])
+def test_a_masked_scan_of_several_chunks_under_a_flag(flag: str) -> None:
+    def loss(weight: Any, xs: Any) -> Any:
+        ys = treescan.mask_scan(lambda h, x: (jnp.tanh(weight * h + x),) * 2, jnp.zeros(3), xs, lengths=lengths)[1]
+        return jnp.sum(ys)
+
+    lengths, args = np.array([40, 3, 17]), (0.5, jnp.ones((40, 3)))
+    for run in (loss, jax.jit(loss), jax.grad(loss, (0, 1)), jax.jit(jax.grad(loss, (0, 1))), jax.hessian(loss)):
+        wanted = run(*args)
+        jax.clear_caches()
+        with flag_set(flag):
+            chex.assert_trees_all_close(run(*args), wanted, rtol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", table.VERBS)
 @pytest.mark.parametrize("flag", columns.FLAGS)

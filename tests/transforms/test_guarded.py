@@ -243,6 +243,29 @@ def test_a_rule_of_an_identity_is_kept_for_the_next_derivative(kind, proofs):
     assert_alike(got, DERIVATIVES[kind](of_loop(body, LENGTHS), given(0.5), tangents))
 
 
+@jax.custom_jvp
+def twice_as_steep(weight, valid):
+    return weight
+
+
+twice_as_steep.defjvp(lambda primals, tangents: (twice_as_steep(*primals), 2 * tangents[0]))
+
+
+def test_a_rule_of_the_users_that_is_told_the_mask_is_kept_too(proofs):
+    """It looks like what guards a leaf of padded rows."""
+
+    def body(p, h, x, *, valid=True):
+        h = jnp.tanh(h * twice_as_steep(p["number"], valid) + x)
+        return h, h
+
+    def squared(loss, args):
+        return jax.grad(lambda number: (jax.grad(loss, 1)({**args[0], "number": number}, *args[1:]) ** 2).sum())
+
+    wanted = squared(of_loop(body, LENGTHS), given(0.5))(jnp.float32(0.7))
+    got = squared(of_all(body, jnp.array(LENGTHS)), given(0.5))(jnp.float32(0.7))
+    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["reverse over reverse", pytest.param("reverse over forward", marks=pytest.mark.slow)])
 def test_a_tangent_that_divides_by_an_integer(kind):
     """It is zero in padding, and read by the tangent where a checkpoint computes its quotient again."""

@@ -289,6 +289,28 @@ def _affine(p, h, x):
 
 
 @pytest.mark.parametrize(
+    ("body", "power"),
+    [(lambda h, x: (h + x, None), 2), (lambda h, x: (h, x), 1), (lambda h, x: (x, h), 2)],
+    ids=["sum", "x alone", "shift"],
+)
+@pytest.mark.parametrize("way", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)])
+def test_second_derivatives_of_steps_that_only_add(body, power, way):
+    """JAX fails on the tangent of what a linear loop is given and does not read, and on one that is zero alone."""
+    lengths, xs = (33, 5, 0), jnp.asarray(np.random.default_rng(0).standard_normal((33, 3)), jnp.float32)
+
+    def total(tree):
+        return sum(jnp.sum(leaf**power) for leaf in jax.tree.leaves(tree))
+
+    def ours(xs):
+        return total(treescan.mask_scan(body, jnp.zeros(3), xs, lengths=jnp.array(lengths)))
+
+    def each(xs):
+        return sum(total(jax.lax.scan(body, jnp.zeros(1), xs[:n, i : i + 1])) for i, n in enumerate(lengths))
+
+    np.testing.assert_allclose(jax.jit(way(jax.grad(ours)))(xs), way(jax.grad(each))(xs), atol=1e-6)
+
+
+@pytest.mark.parametrize(
     "body", [_unread, _same_y, *(pytest.param(body, marks=pytest.mark.slow) for body in (_stopped, _zero_y, _affine))]
 )
 def test_a_gradient_of_a_gradient_parts_of_which_depend_on_nothing(body):

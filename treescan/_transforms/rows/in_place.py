@@ -26,6 +26,7 @@ from ..checkpoint import is_remat3
 from ..nest import plan
 from ..outputs import emitting, is_thinned, run_keeping
 from ..products import has_large_products
+from .axes import without_arrays
 from .mask import masked_step, without_pairs
 from .saved import push_forward
 from .writing import Result, write_chunks
@@ -53,6 +54,14 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     return loop.having(runner=InPlace(tiers, apart, saves)) if fits else loop
 
 
+def _without_arrays(loop: Loop) -> Loop:
+    """A loop with types in place of the arrays of its trace, and without those of its rows."""
+    traced = loop.trace.loop
+    types = _Given(*jax.tree.map(jax.typeof, (traced.consts, traced.state, traced.xs)))
+    traced = types.put_into(traced).having(rows=None, trace=None, finish=())
+    return loop.having(trace=loop.trace._replace(loop=traced), rows=without_arrays(loop.rows), finish=())
+
+
 @dataclass(frozen=True)
 class InPlace:
     """Runs a masked loop in chunks that write their outputs.
@@ -72,7 +81,7 @@ class InPlace:
         keeps = loop.keeps or ()
         given = _Given(stacked.consts, stacked.state, stacked.xs)
         empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
-        stacked, loop = empty.put_into(stacked), empty.put_into(loop)
+        stacked, loop = (_without_arrays(empty.put_into(each)) for each in (stacked, loop))
         plain = loop.step
         step = masked_step(loop.step, stands_in=False) if self.drops_stand_ins else loop.step
         loop = loop.having(step=emitting(step, keeps))
