@@ -329,3 +329,54 @@ def test_an_element_that_goes_wrong_is_reported_from_its_device() -> None:
     """In a process of its own: JAX raises the error of a program on several devices wherever it is waited for again."""
     ran = subprocess.run([sys.executable, "-c", GOES_WRONG], capture_output=True, text=True, check=False)
     assert "`h` became NaN in step 3 of 5 (row 1), which got it from `x`" in ran.stderr
+
+
+# --- a body that says itself how what it computes is spread -----------------------------------------------------------
+
+
+def spread_rows(w: Any, h: Any, x: Any) -> Any:
+    replicated = P(None, None)
+    return jnp.tanh(jax.sharding.reshard(jax.sharding.reshard(h, P("d", None)) @ w, replicated) + x)
+
+
+def spread_weights(w: Any, h: Any, x: Any) -> Any:
+    replicated = P(None, None)
+    return jnp.tanh(jax.sharding.reshard(h * jax.sharding.reshard(w[:1], P(None, "d")), replicated) + x)
+
+
+def left_to_xla(w: Any, h: Any, x: Any) -> Any:
+    product = jax.sharding.auto_axes(lambda h, w: h @ w, out_sharding=P(None, None))
+    return jnp.tanh(product(h, w) + x)
+
+
+SPREADING: dict[str, Any] = {
+    "auto": lambda step, h, xs: treescan.scan(step, h, xs, remat="auto"),
+    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=treescan.Remat("everything_saveable", segment=6)),
+    "mask": lambda step, h, xs: treescan.mask_scan(step, h, xs, lengths=np.full(8, 36)),
+    "while": lambda step, h, xs: treescan.while_scan(lambda h: h[:, 0] < 9, step, h, xs),
+    "finite": lambda step, h, xs: treescan.scan(step, h, xs, check_finite=True),
+}
+
+
+@pytest.mark.parametrize("body", [spread_rows, spread_weights, left_to_xla])
+@pytest.mark.parametrize(
+    "run",
+    [pytest.param(run, marks=() if name in ("auto", "mask") else pytest.mark.slow) for name, run in SPREADING.items()],
+)
+def test_a_body_may_spread_what_it_computes(run: Any, body: Any) -> None:
+    """Its arguments are replicated, and so is what it returns: the types of a step's arguments do not tell."""
+    if body is left_to_xla and run in (SPREADING["mask"], SPREADING["while"]) and jax.__version_info__ < (0, 10):
+        pytest.skip("this release of JAX fails on the gradient of a branch with auto_axes")
+    rng = np.random.default_rng(0)
+    w, h, xs = (jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32) for shape in ((16, 16), (8, 16), (36, 8, 16)))
+
+    def gradients(run: Any) -> Any:
+        def loss(w: Any, h: Any, xs: Any) -> Any:
+            return jnp.sum(run(lambda h, x: (body(w, h, x), None), h, xs)[0] ** 2)
+
+        return jax.grad(loss, (0, 1, 2))(w, h, xs)
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        w, h, xs = (jax.device_put(leaf, NamedSharding(mesh, P())) for leaf in (w, h, xs))
+        chex.assert_trees_all_close(gradients(run), gradients(jax.lax.scan), rtol=1e-4, atol=1e-6)

@@ -211,7 +211,13 @@ def _bad(array: Any, is_nan: Array) -> Array:
 
 
 def _may_be_blamed(value: _Value) -> bool:
-    return value.number is not None and is_smooth(value.array)
+    return value.number is not None and is_smooth(value.array) and not _is_on_another_mesh(value.array)
+
+
+def _is_on_another_mesh(array: Any) -> bool:
+    """Whether an array is one of `jax.sharding.auto_axes`, within a program whose mesh has explicit axes."""
+    mesh = jax.typeof(array).sharding.mesh
+    return not mesh.empty and mesh.axis_types != jax.sharding.get_abstract_mesh().axis_types
 
 
 def _causes_of(step: _Step, is_nan: Array) -> _Causes | None:

@@ -11,6 +11,7 @@ from jax.core import eval_jaxpr
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
+_RESHARDS = frozenset({"mesh_cast", "reshard"})
 PRODUCTS = frozenset({"dot_general"})
 """The products that may be computed for many steps at once. A convolution is slower so: measured, 2.1 times."""
 
@@ -111,6 +112,17 @@ def equations_within(jaxpr: Any) -> Iterator[Any]:
 def holds(jaxpr: Any, names: frozenset[str]) -> bool:
     """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
     return any(equation.primitive.name in names for equation in equations_within(jaxpr))
+
+
+def reshards(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr says how a value is to be spread over devices, where shardings are part of the type.
+
+    What a step computes is then sharded otherwise than what it is given, or is computed on another mesh.
+    """
+    return any(
+        equation.primitive.name in _RESHARDS or equation.params.get("out_sharding") is not None
+        for equation in equations_within(jaxpr)
+    )
 
 
 def has_reverse_rule(jaxpr: Any) -> bool:

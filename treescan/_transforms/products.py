@@ -21,7 +21,16 @@ import jax.numpy as jnp
 from .._avals import PyTree, elements
 from .._loop.loop import Feed, Step
 from .._trace.dependence import dependent
-from .._trace.equations import PRODUCTS, called, equations_within, has_reverse_rule, inlined, needed, variables_of
+from .._trace.equations import (
+    PRODUCTS,
+    called,
+    equations_within,
+    has_reverse_rule,
+    inlined,
+    needed,
+    reshards,
+    variables_of,
+)
 from .checkpoint import is_decision
 
 # fmt: off
@@ -128,7 +137,8 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
 
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
-    if traced.effects or not _holds_products(traced.jaxpr) or has_reverse_rule(traced.jaxpr):
+    jaxpr = traced.jaxpr
+    if traced.effects or not _holds_products(jaxpr) or has_reverse_rule(jaxpr) or reshards(jaxpr):
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):
         traced = inlined(traced.jaxpr, traced.consts, list(itertools.chain(*groups)), _inlined)

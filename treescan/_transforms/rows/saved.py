@@ -28,7 +28,7 @@ from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import Calls, called, called_without_rule, needed, origins, variables_of
+from ..._trace.equations import Calls, called, called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
 from ..._trace.independence import rows_within
 from ..._tree import Part, map_leaves, merge, split
@@ -370,7 +370,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     if not saves_steps(dataclasses.replace(loop, xs=fed)):
         raise Unproven("it is better to compute chunks again, or their products at once")
     given = loop.consts, loop.state, fed
-    if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
+    spread = any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given))
+    if spread or reshards(loop.trace.jaxpr):
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
     part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
