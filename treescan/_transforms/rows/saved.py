@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from ..._avals import Array, PyTree, is_sharded, varying_axes
+from ..._avals import Array, LeafAxes, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.dependence import dependent
@@ -223,8 +223,10 @@ def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    axes = loop.rows.axes if guards else None
-    into = _into(closed.jaxpr, on, (*axes.consts, *axes.state, *axes.x)) if guards else called_without_rule
+    into = called_without_rule
+    if guards:
+        axes: RowAxes = loop.rows.axes
+        into = _into(closed.jaxpr, on, (*axes.consts, *axes.state, *axes.x))
     return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on, into)
 
 
@@ -290,7 +292,7 @@ def _parted(
     )
 
 
-def _into(jaxpr: Any, on: tuple[bool, ...], axes: Any) -> Calls:
+def _into(jaxpr: Any, on: tuple[bool, ...], axes: LeafAxes) -> Calls:
     """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`.
 
     It is left in the trace of a tangent for inputs that have none; and no other call reads such an input directly.
