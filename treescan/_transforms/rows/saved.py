@@ -223,7 +223,7 @@ def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    into = called_without_rule
+    into: Calls = called_without_rule
     if guards:
         axes: RowAxes = loop.rows.axes
         into = _into(closed.jaxpr, on, (*axes.consts, *axes.state, *axes.x))
