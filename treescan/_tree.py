@@ -237,22 +237,27 @@ def contents_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 
+_MOST_PARTS = 200
+
+
 def holds_arrays(leaf: Any) -> bool:
-    """Whether a static leaf is an object whose attributes are arrays: JAX sees neither these nor their changes.
+    """Whether a static leaf is an object among whose parts are arrays: JAX sees neither these nor their changes.
 
-    What can be called is a function to its users, and may close over arrays.
+    What can be called is a function to its users, and may close over arrays. Of a large object some parts are seen.
     """
-    return is_static(leaf) and not callable(leaf) and _holds_arrays(leaf, set())
-
-
-def _holds_arrays(value: Any, seen: set[int]) -> bool:
-    seen.add(id(value))
-    for inner in jax.tree.leaves(contents_of(value)):
-        if isinstance(inner, jax.Array | np.ndarray):
-            if not is_static(inner):
-                return True
-        elif id(inner) not in seen and not callable(inner) and _holds_arrays(inner, seen):
+    if not is_static(leaf) or callable(leaf):
+        return False
+    waiting, seen = [*contents_of(leaf).values()], {id(leaf)}
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if isinstance(part, jax.Array | np.ndarray) and not is_static(part):
             return True
+        if isinstance(part, str | bytes | int | float) or callable(part):
+            continue
+        if id(part) not in seen:
+            inner = part if isinstance(part, dict | list | tuple) else contents_of(part)
+            waiting += itertools.islice(inner.values() if isinstance(inner, dict) else inner, _MOST_PARTS)
+        seen.add(id(part))
     return False
 
 

@@ -246,6 +246,16 @@ def test_an_object_that_was_changed_is_not_served_from_a_cache(run: Callable[[An
     assert seen == [4.0, 4.0, 12.0, 8.0]
 
 
+def test_parts_of_an_object_are_looked_at_and_no_end_of_them_is_needed() -> None:
+    held = Settings()
+    held.rate, held.words = {1: [held], "a": held}, [str(i) for i in range(3000)]  # type: ignore[attr-defined]
+    assert scan(lambda c, x: (c, x), held, XS)[0] is held
+    held.rate[2] = [{"deep": Settings()}]
+    held.rate[2][0]["deep"].rate = XS
+    with pytest.raises(treescan.ArgumentTypeError, match="holds arrays, but is not a pytree"):
+        scan(lambda c, x: (c, x), held, XS)
+
+
 def test_an_object_that_was_not_changed_is_not_traced_again() -> None:
     traces, counts, held = [], [], Settings()
 
