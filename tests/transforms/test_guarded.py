@@ -251,6 +251,7 @@ def twice_as_steep(weight, valid):
 twice_as_steep.defjvp(lambda primals, tangents: (twice_as_steep(*primals), 2 * tangents[0]))
 
 
+@pytest.mark.slow
 def test_a_rule_of_the_users_that_is_told_the_mask_is_kept_too(proofs):
     """It looks like what guards a leaf of padded rows."""
 

@@ -290,8 +290,11 @@ def _affine(p, h, x):
 
 @pytest.mark.parametrize(
     ("body", "power"),
-    [(lambda h, x: (h + x, None), 2), (lambda h, x: (h, x), 1), (lambda h, x: (x, h), 2)],
-    ids=["sum", "x alone", "shift"],
+    [
+        pytest.param(lambda h, x: (h + x, None), 2, id="sum"),
+        pytest.param(lambda h, x: (h, x), 1, id="x alone"),
+        pytest.param(lambda h, x: (x, h), 2, id="shift", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("way", [jax.jacfwd, pytest.param(jax.jacrev, marks=pytest.mark.slow)])
 def test_second_derivatives_of_steps_that_only_add(body, power, way):
