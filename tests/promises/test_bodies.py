@@ -255,7 +255,8 @@ def test_an_equal_body_is_in_use_while_the_first_dies(run):
 
 def test_bodies_that_live_until_python_ends_go_without_a_word():
     """A script's own functions are such bodies."""
-    printed("-c", "from treescan import fori\ndef step(i, c):\n    return c + i\nfori(0, 3, step, 0)")
+    imports = "import jax.numpy as jnp\nfrom treescan import scan"
+    printed("-c", f"{imports}\ndef step(c, x):\n    return c + x, c\nscan(step, 0.0, jnp.ones(3))")
 
 
 def test_one_body_for_two_verbs():
