@@ -216,8 +216,8 @@ def _may_be_blamed(value: _Value) -> bool:
 
 def _is_on_another_mesh(array: Any) -> bool:
     """Whether an array is one of `jax.sharding.auto_axes`, within a program whose mesh has explicit axes."""
-    mesh = jax.typeof(array).sharding.mesh
-    return not mesh.empty and mesh.axis_types != jax.sharding.get_abstract_mesh().axis_types
+    mesh, here = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
+    return not mesh.empty and not here.empty and mesh.axis_types != here.axis_types
 
 
 def _causes_of(step: _Step, is_nan: Array) -> _Causes | None:
