@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, Protocol, TypeGuard, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 
 from .._arguments import without_axis
-from .._avals import PyTree, describe_leaf, describe_node, is_key, is_weak, type_of
+from .._avals import PyTree, describe_node, is_key, is_weak, type_of
 from .._data.batch import Packed, Padded
 from .._errors import Fault, Misuse, Row, TypeMisuse
 from .._tree import is_number, leaves_with_path
@@ -154,7 +155,8 @@ class _Checked:
 
 
 def _type_of_step(leaf: Any) -> str:
-    return describe_leaf(jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype))
+    dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # JAX 0.12 warns of what it narrows
+    return str(ShapedArray(leaf.shape[1:], dtype))
 
 
 def _nothing(start: int, n: int) -> None:
