@@ -233,7 +233,8 @@ def contents_of(value: Any) -> dict[str, Any]:
     """The attributes that an instance of a user's class holds; of functions, classes and modules, nothing."""
     if isinstance(value, type | types.FunctionType | types.ModuleType):
         return {}
-    slots = (name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()))
+    of_each = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    slots = (name for names in of_each for name in ((names,) if isinstance(names, str) else names))
     return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
 
 

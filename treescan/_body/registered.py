@@ -25,5 +25,4 @@ def refuse_unregistered(given: Mapping[str, PyTree], fault: Callable[..., Fault]
     if any(holds_arrays(leaf) for tree in given.values() for leaf in jax.tree.leaves(tree)):
         named = [pair for root, tree in given.items() for pair in leaves_with_path(root, tree)]
         rows = [Row(path, "a pytree", type(leaf).__name__) for path, leaf in named if holds_arrays(leaf)]
-        names = " and ".join(dict.fromkeys(f"`{row.came}`" for row in rows))
-        raise fault(f"{{call}}: {names} holds arrays, but is not a pytree.", REGISTER, rows=rows)
+        raise fault(f"{{call}}: `{rows[0].came}` holds arrays, but is not a pytree.", REGISTER, rows=rows)

@@ -286,7 +286,7 @@ def prepare(
     key = check_key(key)
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     if frozen_init is not adopted.init or frozen_xs is not xs:
-        refuse_unregistered({"init": init, "xs": xs})
+        refuse_unregistered({"init": adopted.init, "xs": xs})
         refuse_unsliced(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)

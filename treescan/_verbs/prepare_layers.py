@@ -318,6 +318,7 @@ def check_state(state: PyTree, stacks: Stacks) -> tuple[tuple[Adopted, ...], tup
     roots = [f"state[{i}]" for i in range(len(given))] if stacks.sequence else ["state"]
     adopted = tuple(map(adopt, given, roots))
     frozen = tuple(freeze_static(each.init) for each in adopted)
+    refuse_unregistered({root: each.init for root, each in zip(roots, adopted, strict=True)})
     cure = (
         "Each layer receives its own slice of the state, and returns it. So the first axis of every leaf must be the "
         "layers. Pass a state that all layers share through x."
@@ -403,9 +404,9 @@ def prepare_layers(
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
     states, caches = check_state(state, stacks)
     frozen_x = freeze_static(adopted.init)
-    refuse_unregistered({"x": x, "state": state})
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own, (axes, *others) = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)
+    refuse_unregistered({"x": adopted.init})
     before = (adopted.init, *args, *(each.init for each in states))
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
