@@ -94,6 +94,15 @@ def test_every_verb_takes_and_returns_a_value(run: Callable[[Any], Any], Meter: 
     npt.assert_array_equal(final.total, 10.0)
 
 
+def test_a_value_that_holds_an_array_may_be_beside_a_leaf_that_is_none(Meter: Any) -> None:
+    """Such an object would be refused if its type were not registered."""
+    init = {"meter": Meter(jnp.float32(1.0)), "name": "speed"}
+    final = treescan.fold(lambda seen, x: {**seen, "meter": x}, init, XS)
+    npt.assert_array_equal(final["meter"].total, 10.0)
+    final = treescan.fold_layers(lambda w, seen: {**seen, "meter": w}, init, XS)
+    npt.assert_array_equal(final["meter"].total, 10.0)
+
+
 def test_stacks_and_rows_of_values(Meter: Any) -> None:
     totals = treescan.accumulate(lambda seen, x: {"a": x, "b": x}, {"a": Meter(1.0), "b": jnp.zeros(())}, XS)
     assert type(totals["a"]) is Meter
