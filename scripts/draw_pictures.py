@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import math
 import re
 import subprocess
@@ -28,7 +29,7 @@ from picture import WIDTH, Picture
 
 import treescan
 from treescan import Remat
-from treescan._transforms.order import ORDER
+from treescan._loop.transform import Stage
 from treescan.carries import Ema, carry_of, ema
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"
@@ -272,8 +273,14 @@ def transforms_of(verb: str) -> list[str]:
     names = [
         name for argument in (max if verb == "mask_scan" else min)(listed, key=len) for name in _classes_of(argument)
     ]
-    places = {name: place for place, row in enumerate(ORDER) for name in row.transforms}
-    return sorted(names, key=places.__getitem__)
+    return sorted(names, key=lambda name: stage_of(name).place)
+
+
+def stage_of(transform: str) -> Stage:
+    """The stage of a transform."""
+    name = file_of(transform).removesuffix(".py").replace("/", ".")
+    stage: Stage = getattr(importlib.import_module(f"treescan._transforms.{name}"), transform).stage
+    return stage
 
 
 def _classes_of(argument: ast.expr) -> list[str]:

@@ -16,7 +16,7 @@ from modules import CALLS, LAYERS, PACKAGE, imports, modules, own_imports
 
 import treescan
 from scripts import printed, script
-from treescan._transforms.order import ORDER
+from treescan._loop.transform import Stage
 
 TESTS = Path(__file__).parents[1]
 
@@ -256,17 +256,12 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     assert "_transforms.program" in set(own_imports("_verbs.prepare"))
 
 
-def test_every_transform_has_one_place_in_the_order() -> None:
-    found = {
-        node.name
-        for module, tree in modules().items()
-        for node in tree.body
-        if module.startswith("_transforms.")
-        and isinstance(node, ast.ClassDef)
-        and any(isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "moves" for each in node.body)
+def test_stages_have_transforms_and_reasons() -> None:
+    named = {
+        ast.unparse(node.value)
+        for tree in modules().values()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.annotation) == "ClassVar[Stage]"
     }
-    placed = [name for place in ORDER for name in place.transforms]
-    assert len(placed) == len(set(placed))
-    checks = {"CheckFinite", "CheckCotangents"}  # of the base `Check`
-    assert (found - {"Check"}) | checks == set(placed)
-    assert all(place.reason.endswith(".") for place in ORDER)
+    assert named == {str(stage) for stage in Stage}
+    assert all(stage.value.endswith(".") for stage in Stage)

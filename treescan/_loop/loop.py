@@ -397,16 +397,3 @@ def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:
         return loops[0]
     bare = dataclasses.replace(loops[0], consts=None, xs=Feed(None), length=loops[-1].length, memo=memo or Memo())
     return dataclasses.replace(bare, turns=tuple(loops))
-
-
-class Transform(Protocol):
-    """One option of a verb: static, hashable and equal by value. It maps a loop to another."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether there is work around the loop, which an eager call compiles together with it."""
-        ...
-
-    def __call__(self, loop: Loop, /) -> Loop:
-        """The transformed loop; what undoes the transform in its results goes to `Loop.finish`."""
-        ...

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, describe_leaf, shape_of
 from .._errors import ArgumentError, Fault, Misuse, Row, TreescanError, expect
 from .._loop.loop import Feed, Loop, Step
+from .._loop.transform import Stage
 from .._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, map_leaves, merge, path_str, split
 from .._types import Axes
 
@@ -45,6 +46,7 @@ class OverAxes:
 
     each: tuple[LeafAxes | None, ...]
     moves = True
+    stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
         pairs = zip(loop.each, self.each, strict=True)
@@ -122,6 +124,7 @@ class Count:
 
     lower: int
     moves = False
+    stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
         return count_from(loop, self.lower + loop.length - 1 if loop.reverse else self.lower)

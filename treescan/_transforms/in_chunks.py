@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from .._body.call import call_body, check_arrays
 from .._body.signature import CHUNK_MAP, annotated
 from .._errors import BodyFault, Row
 from .._loop.loop import Body, Feed, Loop, Result, Step, is_untraced
+from .._loop.transform import Stage
 from .._trace.hoist import traced
 from .._tree import Prefix, leaves_with_path, merge, split, thaw_static
 from .axes import move_outputs, spread_axes
@@ -116,6 +117,7 @@ class InChunks:
     masked: bool
     out_axes: Prefix | None
     moves = True
+    stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
         leaves, structure = jax.tree.flatten(loop.xs.x)
@@ -161,6 +163,7 @@ class SumChunks:
     """`reduce="sum"`: adds up the outputs of all steps, and stacks none."""
 
     moves = True
+    stage: ClassVar[Stage] = Stage.SUMMED
 
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.core import eval_jaxpr
 from .._avals import PyTree, as_arrays, describe_leaf
 from .._errors import BodyFault, Fault, Row
 from .._loop.loop import Feed, Loop, Step, is_jit_disabled
+from .._loop.transform import Stage
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
 from .._trace.hoist import Hoisted, flatten_only, hoist
@@ -190,6 +191,7 @@ class ComputeOnce:
     again: Callable[[PyTree, bool], PyTree] | None = None
     watched: Prefix | None = None
     moves = True
+    stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
         parted = self.part(loop)

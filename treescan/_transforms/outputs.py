@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
 from .._errors import ArgumentError, expect
 from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
+from .._loop.transform import Stage
 from .._trace.hoist import one_step, traced
 from .._tree import Prefix, split
 from .._types import Axes, Save
@@ -35,6 +36,7 @@ class KeepOutputs:
 
     save: Prefix
     moves = True
+    stage: ClassVar[Stage] = Stage.THINNED
 
     @classmethod
     def of(cls, save: Any) -> KeepOutputs | None:
@@ -68,6 +70,7 @@ class MoveOutputs:
     axes: Prefix
     save: Prefix | None = None
     moves = True
+    stage: ClassVar[Stage] = Stage.MOVED
 
     @classmethod
     def of(cls, out_axes: Axes, save: Any = "all") -> MoveOutputs | None:

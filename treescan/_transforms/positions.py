@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from .._avals import Array, PyTree, describe_argument, place_like, stacked_type, vary_over, varying_axes
 from .._errors import Misuse, TypeMisuse
 from .._loop.loop import Feed, Loop, Result, Step, is_untraced
+from .._loop.transform import Stage
 from .._trace.hoist import traced
 from .._tree import Prefix
 from .._types import Save
@@ -129,6 +130,7 @@ class RecordOutputs:
 
     save: Prefix
     moves = True
+    stage: ClassVar[Stage] = Stage.RECORDED
     has_positions = True
 
     @classmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, exact_int
 from .._errors import ArgumentError, Fault, Misuse, expect
 from .._loop.loop import Feed, Loop, Memo, Step, is_untraced
 from .._loop.run import run
+from .._loop.transform import Stage
 from .._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
 from .._tree import Static, merge, same_structure, split, thaw_static
 from .._types import Remat
@@ -151,6 +152,7 @@ class Prefetch:
     gather: Gather
     axes: LeafAxes | None
     moves = True
+    stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
         return dataclasses.replace(loop, runner=self.run)

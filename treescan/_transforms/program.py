@@ -16,8 +16,9 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
-from .._loop.loop import Body, Feed, Loop, Memo, Transform, in_turn, is_jit_disabled, under_a_trace
+from .._loop.loop import Body, Feed, Loop, Memo, in_turn, is_jit_disabled, under_a_trace
 from .._loop.run import checks_key_reuse, debugs_nans
+from .._loop.transform import Transform
 from .._trace.hoist import is_rewriting
 from .nest import run_nested
 

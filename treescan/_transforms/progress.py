@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect, noted
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
+from .._loop.transform import Stage
 from .._progress import (
     FEW,
     MOST,
@@ -201,6 +202,7 @@ class ShowProgress:
     progress: Progress
     custom: bool = False
     moves = True
+    stage: ClassVar[Stage] = Stage.SHOWN
 
     @classmethod
     def of(cls, progress: Any, body: Body, verb: str, *, custom: bool = False) -> ShowProgress | None:

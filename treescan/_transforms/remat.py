@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import jax
 
@@ -14,6 +14,7 @@ from .._cpu import backend
 from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step, is_untraced
+from .._loop.transform import Stage
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
 from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
@@ -89,6 +90,7 @@ class Recompute:
 
     remat: Remat | Auto | tuple[Remat | None, ...]
     moves = True
+    stage: ClassVar[Stage] = Stage.RECOMPUTED
 
     @classmethod
     def of(cls, remat: Any) -> Recompute | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from .._avals import PyTree
 from .._loop.loop import Loop, Result
+from .._loop.transform import Stage
 from .._loop.turns import CarryState
 
 
@@ -24,6 +26,7 @@ class CarryStates:
 
     counts: tuple[int, ...]
     moves = True
+    stage: ClassVar[Stage] = Stage.JOINED
 
     @classmethod
     def of(cls, stacks: Sequence[PyTree]) -> CarryStates | None:

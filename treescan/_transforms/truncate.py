@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._avals import Array, LeafAxes, PyTree, exact_int
 from .._errors import ArgumentError, expect
 from .._loop.loop import Feed, Loop, Step, is_untraced
+from .._loop.transform import Stage
 from .._trace.hoist import fixed_leaves, flattened, lifted, traced
 from .._tree import split
 from .rows.leaves import any_along, expand, select
@@ -51,6 +52,7 @@ class Truncate:
 
     size: int
     moves = True
+    stage: ClassVar[Stage] = Stage.CUT
 
     @classmethod
     def of(cls, truncate: Any) -> Truncate | None:

@@ -17,7 +17,7 @@ from .._arguments import check_length, infer_length, resolve_axes
 from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._body.signature import LIFT, Convention
 from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
-from .._loop.loop import Transform
+from .._loop.transform import Transform
 from .._progress import shown_as
 from .._transforms.axes import spread_axes, static_axes
 from .._transforms.once import ComputeOnce

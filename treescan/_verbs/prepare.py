@@ -25,9 +25,9 @@ from .._body.call import check_callable, names_of, takes_keyword
 from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
 from .._errors import Misuse, describe_body, verb
-from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
+from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
+from .._loop.transform import Transform, in_order
 from .._transforms.axes import OverAxes, static_axes
-from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
@@ -158,7 +158,7 @@ class Prepared:
         return with_strides(save, self.call.length)
 
     def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
-        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
+        """Runs the call with these transforms, in the order of their stages; None is skipped.
 
         Args:
             transforms: the transforms.

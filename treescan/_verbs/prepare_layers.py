@@ -38,7 +38,8 @@ from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
-from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
+from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
+from .._loop.transform import Transform
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
 from ..._errors import Fault, NonFiniteError, TracedMisuse, named_options, speaking_of
 from ..._loop.loop import Loop, Memo, Result, Step, is_jit_disabled
+from ..._loop.transform import Stage
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._tree import short_repr
@@ -132,6 +133,7 @@ class Check(abc.ABC):
     each: tuple[About, ...]
     returned: bool = False
     moves = True
+    stage: ClassVar[Stage] = Stage.WATCHED
 
     @property
     def about(self) -> About:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from ..._avals import (
 )
 from ..._errors import Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Result, Step, is_untraced
+from ..._loop.transform import Stage
 from ..._tree import Prefix, leaves_with_path, map_leaves
 from ..axes import spread_prefix
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
@@ -224,6 +225,7 @@ class KeepRows:
     save: Prefix | None
     fill: Prefix
     moves = True
+    stage: ClassVar[Stage] = Stage.HELD
 
     @classmethod
     def of(cls, save: Prefix | None, fill: PyTree) -> KeepRows:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jax.core import Tracer
 from ..._avals import Array, LeafAxes, PyTree
 from ..._cpu.rows import gather_rows, in_one_place, written
 from ..._loop.loop import Feed, Loop, Step, is_untraced, within
+from ..._loop.transform import Stage
 from ..._trace.hoist import is_smooth
 from ..._tree import Prefix, map_leaves
 from ..checkpoint import decides
@@ -318,6 +319,7 @@ class Mask:
     fill: Prefix
     spelled: str
     moves = True
+    stage: ClassVar[Stage] = Stage.MASKED
 
     @classmethod
     def of(cls, fill: PyTree) -> Mask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axe
 from ..._errors import Misuse
 from ..._loop.loop import Loop, is_untraced
 from ..._loop.run import checks_key_reuse
+from ..._loop.transform import Stage
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
@@ -51,6 +53,7 @@ class OverRows:
     compact: bool | tuple[int, ...]
     others: tuple[str, ...] = ()
     moves = True
+    stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
         valid, resets = self._flags(loop)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from ..._avals import (
 from ..._body.carry import agree
 from ..._errors import Misuse, Row, noted
 from ..._loop.loop import Feed, Loop, Step
+from ..._loop.transform import Stage
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
 from ...carries._registry import Adopted, adopt, kind_of
@@ -206,6 +207,7 @@ class EndsOfSequences:
     """A `Packed`: the final carry is that of each sequence, and so is what `save="last"` keeps."""
 
     moves = True
+    stage: ClassVar[Stage] = Stage.ENDED
 
     def __call__(self, loop: Loop) -> Loop:
         spans, valid, axes = loop.rows.given.spans, loop.xs.valid, loop.rows.axes.state
@@ -309,6 +311,7 @@ class BeginSegments:
     """
 
     moves = True
+    stage: ClassVar[Stage] = Stage.BEGUN
 
     def __call__(self, loop: Loop) -> Loop:
         begins, valid, axes = self._begins(loop), loop.xs.valid, loop.rows.axes.state
@@ -342,6 +345,7 @@ class ResetRows:
     """`resets`: before each step that begins a segment, restores the state that the segment begins from."""
 
     moves = True
+    stage: ClassVar[Stage] = Stage.RESET
 
     def __call__(self, loop: Loop) -> Loop:
         if loop.rows.resets is None:

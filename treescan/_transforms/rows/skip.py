@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -18,6 +18,7 @@ from ..._avals import PyTree, is_key, promoted
 from ..._cpu import backend
 from ..._loop.chunk import LARGEST, Around, Wish, chunk_size
 from ..._loop.loop import Feed, Loop, Step, is_untraced
+from ..._loop.transform import Stage
 from ..._trace.hoist import is_rewriting
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled
 from ..outputs import is_thinned
@@ -131,6 +132,7 @@ class Skip:
     chunk: int | None
     compact: bool | tuple[int, ...]
     moves = True
+    stage: ClassVar[Stage] = Stage.SKIPPED
 
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):

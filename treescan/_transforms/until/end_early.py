@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
 from ..._errors import BodyFault, Fault, Misuse
 from ..._loop.loop import Body, Feed, Loop, Step, is_untraced
+from ..._loop.transform import Stage
 from ..._tree import Prefix, map_leaves
 from ..axes import count_from
 from ..rows.axes import RowFlags
@@ -105,6 +106,7 @@ class EndEarly:
     in_axes: LeafAxes | None = None
     compact: bool | tuple[int, ...] = False
     moves = True
+    stage: ClassVar[Stage] = Stage.FED
 
     @staticmethod
     def no_forward_mode() -> Fault:
