@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from .loop import Loop
 
@@ -46,12 +46,13 @@ class Stage(Enum):
 
 
 class Transform(Protocol):
-    """One option of a verb: static, hashable and equal by value. It maps a loop to another."""
+    """One option of a verb: static, hashable and equal by value. It maps a loop to another.
 
-    @property
-    def stage(self) -> Stage:
-        """Where it is among the others."""
-        ...
+    Attributes:
+        stage: where it is among the others.
+    """
+
+    stage: ClassVar[Stage]
 
     @property
     def moves(self) -> bool:
