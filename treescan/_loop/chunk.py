@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from .._avals import PyTree
 from .loop import Feed, Loop, Step
 from .run import in_one_mesh, run
+from .slot import Slot, slots_of
 
 
 class Wish(NamedTuple):
@@ -28,6 +29,7 @@ class Wish(NamedTuple):
             is put around them. One transform at most has one. None: the chunks have no schedule.
         ticks: the same for what is reported after each chunk; no more chunks are made than were asked for, and these
             lie around all others that have something put around them.
+        slots: the slots that have an entry for each of its chunks.
     """
 
     size: int
@@ -35,6 +37,7 @@ class Wish(NamedTuple):
     around: Any = None
     schedule: Any = None
     ticks: Any = None
+    slots: tuple[Slot[Any], ...] = ()
 
 
 def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:
@@ -95,22 +98,15 @@ class Level:
     Attributes:
         size: the steps of a chunk.
         around: what is put around the step that runs a chunk; None: nothing.
-        scheduled: whether the feed's schedule has one entry for each chunk of this level.
+        slots: the slots of the feed that have one entry for each chunk of this level.
         outputs: what runs a chunk, or the remainder, in place of the step that does so and keeps all of its outputs.
             What it returns leads with however many are kept of each.
-        ticked: whether the feed's tick has one entry for each chunk of this level.
     """
 
     size: int
     around: Around | None = None
-    scheduled: bool = False
+    slots: tuple[Slot[Any], ...] = ()
     outputs: Callable[[RunChunk], Step] | None = None
-    ticked: bool = False
-
-    @property
-    def counted(self) -> bool:
-        """Whether the feed has entries for its chunks, so that a chunk which holds the whole loop is one too."""
-        return self.scheduled or self.ticked
 
 
 @dataclass(frozen=True)
@@ -172,7 +168,7 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
             unless the feed has an entry for it: then it is its remainder.
     """
     loop = in_one_mesh(loop) if levels else loop
-    while levels and levels[-1].size >= loop.length and not levels[-1].counted:
+    while levels and levels[-1].size >= loop.length and not levels[-1].slots:
         levels, outputs = levels[:-1], levels[-1].outputs
         if outputs is not None:
             return outputs(as_step(loop, levels))(loop.consts, loop.state, loop.xs)
@@ -203,7 +199,7 @@ def _may_grow(level: Level) -> bool:
     XLA puts a single step into the program around it. If the gradient recomputes that step, XLA may round it and its
     derivative in two ways, and what the step decides is lost.
     """
-    return bool(getattr(level.around, "recomputes", False)) and level.outputs is None and not level.counted
+    return bool(getattr(level.around, "recomputes", False)) and level.outputs is None and not level.slots
 
 
 def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
@@ -213,20 +209,14 @@ def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
 
 def _split(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]:
     """The feed of all whole chunks of the last level, which hold the first `steps` steps, and that of the rest."""
-    size = levels[-1].size
-    main, rest = _group(xs._replace(schedule=None, tick=None), steps, size)
-    scheduled = _split_entries(xs.schedule, levels, [level.scheduled for level in levels], steps)
-    ticks = _split_entries(xs.tick, levels, [level.ticked for level in levels], steps)
-    return main._replace(schedule=scheduled[0], tick=ticks[0]), rest._replace(schedule=scheduled[1], tick=ticks[1])
-
-
-def _split_entries(entries: PyTree, levels: tuple[Level, ...], has: list[bool], steps: int) -> tuple[PyTree, PyTree]:
-    """The entries of whole chunks and of the rest, where one entry is for a chunk of the level that has them."""
-    unit = next((level.size for level, own in zip(levels, has, strict=True) if own), 1)
-    main, rest = _group(entries, steps // unit, levels[-1].size // unit)
-    if has[-1]:
-        main = jax.tree.map(lambda leaf: leaf[:, 0], main)
-        rest = _first(rest)
+    last, units = levels[-1], {slot: level.size for level in levels for slot in level.slots}
+    main, rest = _group(xs._replace(extra=None), steps, last.size)
+    for slot, entries in slots_of(xs):  # one for each step, or for each chunk of a level
+        unit = units.get(slot, 1)
+        of_main, of_rest = _group(entries, steps // unit, last.size // unit)
+        if slot in last.slots:
+            of_main, of_rest = jax.tree.map(lambda leaf: leaf[:, 0], of_main), _first(of_rest)
+        main, rest = slot.put(main, of_main), slot.put(rest, of_rest)
     return main, rest
 
 
@@ -236,8 +226,9 @@ def _first(entries: PyTree) -> PyTree:
 
 def _first_entries(xs: Feed, level: Level) -> Feed:
     """The feed of a single chunk of a level."""
-    xs = xs._replace(schedule=_first(xs.schedule)) if level.scheduled else xs
-    return xs._replace(tick=_first(xs.tick)) if level.ticked else xs
+    for slot in level.slots:
+        xs = slot.put(xs, _first(slot.of(xs)))
+    return xs
 
 
 def _group(tree: PyTree, steps: int, size: int) -> tuple[PyTree, PyTree]:

@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
+from .slot import Extra
 
 _T = TypeVar("_T")
 
@@ -174,23 +175,13 @@ class Feed(NamedTuple):
         x: the slice of xs.
         position: the step's position in xs.
         valid: which rows are data in this step.
-        reset: which rows begin a segment before this step.
-        cut: whether the gradient is cut before this step.
-        cut_shared: bool[], the same for leaves that all rows share.
-        end: which packed sequence of each row ends with this step, counted from 1; 0: none.
-        schedule: of a chunk, not of a step: what of it is to be run.
-        tick: of a chunk, not of a step: what is reported after it.
+        extra: what the slots of options hold, of the step or of a chunk; see `Slot`.
     """
 
     x: PyTree
     position: Any = None
     valid: Any = None
-    reset: Any = None
-    cut: Any = None
-    cut_shared: Any = None
-    end: Any = None
-    schedule: PyTree = None
-    tick: PyTree = None
+    extra: Extra | None = None
 
 
 class Paced(NamedTuple):

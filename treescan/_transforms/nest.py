@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from .._avals import PyTree
 from .._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
 from .._loop.loop import Feed, Loop, Memo, Result, Step, is_untraced
+from .._loop.slot import Slot
 from .._loop.turns import Turns
 from .._trace.hoist import Hoisted, traced
 from .._tree import merge, split
@@ -112,7 +113,7 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
         outermost = max((level.size for level in levels if level.size < loop.length), default=1)
         size = -(-reports.size // outermost) * outermost
     loop, around = reports.ticks(planned, size)
-    return loop, _with_reports(levels, size, around)
+    return loop, _with_reports(levels, size, around, reports.slots)
 
 
 def _size_of_reports(levels: Sequence[Level], least: int) -> int | None:
@@ -121,10 +122,12 @@ def _size_of_reports(levels: Sequence[Level], least: int) -> int | None:
     return min((level.size for level in levels if level.size >= max(inner, least)), default=None)
 
 
-def _with_reports(levels: Sequence[Level], size: int, around: Around) -> tuple[Level, ...]:
+def _with_reports(
+    levels: Sequence[Level], size: int, around: Around, slots: tuple[Slot[Any], ...]
+) -> tuple[Level, ...]:
     """The levels, with one of this size that reports."""
     own = next((level for level in levels if level.size == size), Level(size))
-    reporting = dataclasses.replace(own, around=Outside(own.around, around), ticked=True)
+    reporting = dataclasses.replace(own, around=Outside(own.around, around), slots=(*own.slots, *slots))
     others = [level for level in levels if level is not own]
     return tuple(sorted([*others, reporting], key=lambda level: level.size))
 
@@ -160,7 +163,7 @@ def _plan(loop: Loop, wishes: tuple[Wish, ...]) -> tuple[Loop, tuple[Level, ...]
     sizes = _sizes(loop, others if whole else wishes)
     size = scheduled.size if whole or scheduled.size == 1 else _nearest((*sizes, loop.length), scheduled.size)
     loop, around = scheduled.schedule(loop, size)
-    levels = [*_levels_of([other for other in sizes if other != size], others), Level(size, around, scheduled=True)]
+    levels = [*_levels_of([other for other in sizes if other != size], others), Level(size, around, scheduled.slots)]
     return loop, tuple(sorted(levels, key=lambda level: level.size))
 
 

@@ -16,6 +16,7 @@ from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
 from .._errors import ArgumentError, expect
 from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
+from .._loop.slot import of_steps
 from .._loop.transform import Stage
 from .._trace.hoist import one_step, traced
 from .._tree import Prefix, split
@@ -366,7 +367,7 @@ def _settled(loop: Loop) -> PyTree:
     """The state, its weak types those that a step returns: the first step is the same program as the others."""
     if isinstance(loop.state, Paced):  # those of a loop that shows its progress have settled
         return loop.state
-    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs._replace(schedule=None, tick=None)))
+    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(of_steps(loop.xs)))
     return jax.tree.map(
         lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
         as_arrays(loop.state),

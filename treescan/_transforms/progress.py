@@ -19,6 +19,7 @@ from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect, noted
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
+from .._loop.slot import Slot
 from .._loop.transform import Stage
 from .._progress import (
     FEW,
@@ -243,7 +244,7 @@ class ShowProgress:
             return loop
         back = Reporter(showing.backward_site, progress.batched) if progress.backward else None
         ticks = TellChunks(reporter, back, showing, run, total, done, more, due)
-        wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks)
+        wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks, slots=(TICK,))
         ending = None
         if back is not None:
             false = jnp.zeros((), bool)
@@ -274,6 +275,10 @@ def _live_steps(loop: Loop, *, each: bool) -> Array | None:
         return None
     live = most_of_devices(any_along(valid, range(1, valid.ndim)).astype(jnp.int32))
     return live if each else most_of_all(live)
+
+
+TICK: Slot[Any] = Slot("tick", of_chunks=True)
+"""What is reported after a chunk."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,11 +325,11 @@ class TellChunks:
         around = functools.partial(ReportingChunk, tell=self, led=led, trailed=trailed, alone=count == 1)
         if self.due is not None:
             state = Paced(loop.state, self.due, self.run, self.total)
-            return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
+            return dataclasses.replace(loop, state=state, xs=TICK.put(loop.xs, done)), around
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
         tick = Tick(run, total, done, first, last & (not self.more))
         ticks = tick, None if self.back is None else tick.backward(left, begins)
-        return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
+        return dataclasses.replace(loop, xs=TICK.put(loop.xs, ticks)), around
 
 
 @dataclass(frozen=True, eq=False)
@@ -348,7 +353,9 @@ class RunTold:
             tell.reporter.step(tick, tell.showing(state), probes_after(state))
             return results
         if tell.back is not None and self.ending is not None:
-            if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
+            if any(
+                TICK in level.slots and level.size >= loop.length for level in levels
+            ):  # one chunk, which reports its end
                 return results
             return _tapped_after(tell.back, self.ending, *results)
         (state, due, run, total), ys = results
@@ -379,16 +386,16 @@ class ReportingChunk:
     alone: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        tell, inner = self.tell, feed._replace(tick=None)
+        tell, (tick, inner) = self.tell, TICK.take(feed)
         silent = not self.looped and (self.led or self.trailed)
         if isinstance(state, Paced):  # this adds few operations: XLA runs more than a few in threads
             new, ys = self.step(consts, state.state, inner)
             if silent:
                 return state._replace(state=new), ys
             shown, probes = tell.showing(new), probes_of(new)
-            due = tell.reporter.step_if_due(state.run, state.total, feed.tick, state.due, shown, probes)
+            due = tell.reporter.step_if_due(state.run, state.total, tick, state.due, shown, probes)
             return state._replace(state=new, due=due), ys
-        forward, backward = feed.tick
+        forward, backward = tick
         state, ys = self._run(backward, consts, state, inner)
         if not silent:
             tell.reporter.step(forward, tell.showing(state), probes_of(state) if self.looped else probes_after(state))

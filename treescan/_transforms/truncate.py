@@ -12,11 +12,18 @@ import jax.numpy as jnp
 from .._avals import Array, LeafAxes, PyTree, exact_int
 from .._errors import ArgumentError, expect
 from .._loop.loop import Feed, Loop, Step, is_untraced
+from .._loop.slot import Slot
 from .._loop.transform import Stage
 from .._trace.hoist import fixed_leaves, flattened, lifted, traced
 from .._tree import split
 from .rows.leaves import any_along, expand, select
 from .rows.resets import flags_of
+
+CUT: Slot[Array] = Slot("cut", rows=True)
+"""Before which steps the gradient is cut."""
+
+CUT_SHARED: Slot[Array] = Slot("cut_shared", rows=False)
+"""bool[]: the same for leaves that all rows share."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,12 @@ class Truncated:
             leaf if is_fixed or not jnp.issubdtype(leaf.dtype, jnp.inexact) else _cut(feed, leaf, axis)
             for leaf, axis, is_fixed in zip(state, self.axes, self.fixed, strict=True)
         ]
-        return self.step(consts, leaves, feed._replace(cut=None, cut_shared=None))
+        return self.step(consts, leaves, CUT_SHARED.put(CUT.put(feed, None), None))
 
 
 def _cut(feed: Feed, leaf: Array, axis: int | None) -> Array:
-    cut = feed.cut_shared if axis is None else feed.cut
+    cut = CUT_SHARED.of(feed) if axis is None else CUT.of(feed)
+    assert cut is not None
     return select(expand(cut, leaf, axis or 0), jax.lax.stop_gradient(leaf), leaf)
 
 
@@ -101,7 +109,7 @@ def truncate(loop: Loop, size: int, fixed: tuple[bool, ...]) -> Loop:
     else:
         cut = (position % size == 0) & (position > 0)
     step = Truncated(loop.step, (0,) * len(loop.state), fixed)
-    return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut))
+    return dataclasses.replace(loop, step=step, xs=CUT.put(loop.xs, cut))
 
 
 def truncate_rows(loop: Loop, size: int) -> Loop:
@@ -118,7 +126,7 @@ def truncate_rows(loop: Loop, size: int) -> Loop:
     if None in axes:
         shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, ran, reverse=loop.reverse)
     step = Truncated(loop.step, axes, _left_unchanged(loop) if unchanged is None else unchanged())
-    return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut, cut_shared=shared))
+    return dataclasses.replace(loop, step=step, xs=CUT_SHARED.put(CUT.put(loop.xs, cut), shared))
 
 
 def _cuts(valid: Array, begins: Array | None, size: int, ran: Array | None, *, reverse: bool) -> Array:

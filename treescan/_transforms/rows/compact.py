@@ -16,13 +16,14 @@ from ..._cpu import writes
 from ..._cpu.rows import gather_rows
 from ..._errors import BodyFault, Fault, Misuse, Row, TreescanError
 from ..._loop.loop import Feed, Loop, Step
+from ..._loop.slot import slots_of
 from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._tree import leaves_with_path, map_leaves
 from ...carries._base import AbstractCarry, is_carry
 from ..refuse import refuse_symbolic
 from .axes import RowAxes
-from .leaves import may_branch
+from .leaves import ORDER, may_branch
 
 MOST_TIERS, MOST_EQUATIONS = 7, 100
 """The largest number of tiers of `compact=True`, and the equations of a step from which on there are three. The body is
@@ -31,9 +32,6 @@ compiled once for each, and a large one takes seconds."""
 LARGE_PARTS = (1, 2, 16)
 """What the batch is divided by for the tiers of such a step: chosen with `benchmarks/tiers.py`."""
 
-_OF_ROWS = ("valid", "reset", "cut", "end")
-"""What a step is fed that has rows, beside x."""
-
 _Idle = Callable[[PyTree, PyTree], PyTree]
 
 
@@ -41,7 +39,7 @@ _Idle = Callable[[PyTree, PyTree], PyTree]
 class LiveRows:
     """The step that runs another on some of the rows alone, and puts everything in its place.
 
-    Its feed's schedule is the order of the rows, int32[B], live ones first.
+    Its feed has the `ORDER` of the rows.
 
     Attributes:
         step: runs a chunk of the loop.
@@ -56,12 +54,12 @@ class LiveRows:
     idle: _Idle
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        order: Array = feed.schedule
+        order, feed = ORDER.take(feed)
         live, axes = order[: self.rows], self.axes
         new, ys = self.step(
             take_rows(consts, axes.consts, live),
             take_rows(state, axes.state, live),
-            take_feed(feed._replace(schedule=None), axes.x, live),
+            take_feed(feed, axes.x, live),
         )
         y_axes = _after_time(axes.y)
         types = [_with_rows(y, axis, order.size) for y, axis in zip(jax.tree.leaves(ys), y_axes, strict=True)]
@@ -99,8 +97,18 @@ def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
 
 def take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
     """The given rows of what a chunk of steps is fed: time leads."""
-    taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in _OF_ROWS if getattr(feed, name) is not None}
-    return feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), **taken)
+    valid = None if feed.valid is None else take_rows(feed.valid, (1,), rows)
+    taken = feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), valid=valid)
+    for slot, value in slots_of(feed):
+        if slot.rows is None:
+            raise Misuse(
+                f"{{call}}: `compact` selects rows, and the option that feeds `{slot.name}` to each step does not say "
+                "whether it has rows.",
+                "Leave `compact` out, or have the option say so: `Slot(name, rows=...)`.",
+            )
+        if slot.rows:
+            taken = slot.put(taken, jax.tree.map(lambda leaf: take_rows(leaf, (1,), rows), value))
+    return taken
 
 
 def _after_time(axes: LeafAxes) -> LeafAxes:

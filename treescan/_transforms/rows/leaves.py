@@ -32,6 +32,7 @@ from ..._avals import (
 from ..._cpu.rows import in_one_place
 from ..._loop.loop import Loop
 from ..._loop.run import debugs_nans
+from ..._loop.slot import Slot
 from ..._trace.hoist import is_smooth
 from ..._tree import map_leaves
 
@@ -446,6 +447,13 @@ class Schedule(NamedTuple):
 
     branch: Array
     order: Array | None = None
+
+
+SCHEDULE: Slot[Schedule] = Slot("schedule", of_chunks=True)
+"""What of a chunk is to be run."""
+
+ORDER: Slot[Array] = Slot("order", of_chunks=True)
+"""The order of the rows in a chunk, int32[B], live ones first."""
 
 
 @functools.partial(jax.jit, static_argnames=("steps", "size"), inline=True)  # traced once for each shape

@@ -37,6 +37,7 @@ from ..._avals import (
 from ..._body.carry import agree
 from ..._errors import Misuse, Row, noted
 from ..._loop.loop import Feed, Loop, Step
+from ..._loop.slot import Slot
 from ..._loop.transform import Stage
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
@@ -45,6 +46,12 @@ from ..axes import spread_prefix
 from .axes import Begins, RowFlags, spread_carry_axes, with_axes
 from .checks import batch_of
 from .leaves import expand, first_valid, may_branch, pick_steps, select
+
+RESET: Slot[Array] = Slot("reset", rows=True)
+"""Which rows begin a segment before this step."""
+
+END: Slot[Array] = Slot("end", rows=True)
+"""Which packed sequence of each row ends with this step, counted from 1; 0: none."""
 
 Spans = tuple[Array, Array, Array]
 """The row, the first step and the number of steps of each sequence, int32[N]."""
@@ -170,9 +177,10 @@ class KeepEnds:
 
     def __call__(self, consts: PyTree, state: Any, feed: Feed) -> tuple[PyTree, PyTree]:
         ends, inner = _split(state, held=self.held)
-        inner, y = self.step(consts, inner, feed._replace(end=None))
-        rows = jnp.arange(feed.end.shape[0], dtype=jnp.int32)
-        places = select(feed.end > 0, feed.end - 1, self.count + rows)  # no two are the same
+        ending, feed = END.take(feed)
+        inner, y = self.step(consts, inner, feed)
+        rows = jnp.arange(ending.shape[0], dtype=jnp.int32)
+        places = select(ending > 0, ending - 1, self.count + rows)  # no two are the same
         pairs = [(leaf, axis) for leaf, axis in zip(jax.tree.leaves(inner), self.axes, strict=True) if axis is not None]
         ends = [_put(end, leaf, places, axis) for end, (leaf, axis) in zip(ends, pairs, strict=True)]
         return _join(ends, inner, held=self.held), y
@@ -226,7 +234,7 @@ class EndsOfSequences:
             loop,
             step=step,
             state=_join(starts, loop.state, held=held),
-            xs=loop.xs._replace(end=ending),
+            xs=END.put(loop.xs, ending),
         )
         outputs = sum(loop.rows.outputs.held)
         loop = with_axes(loop, state=(*axes[:outputs], *(None,) * len(starts), *axes[outputs:]))
@@ -274,8 +282,8 @@ class Reset:
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         targets, inner = consts
-        state = begin(feed.reset, state, targets, self.carry_axes, self.tables)
-        return self.step(inner, state, feed._replace(reset=None))
+        flags, feed = RESET.take(feed)
+        return self.step(inner, begin(flags, state, targets, self.carry_axes, self.tables), feed)
 
 
 def begin(
@@ -357,7 +365,7 @@ class ResetRows:
             loop,
             step=Reset(loop.step, axes.state, begins.tables),
             consts=(begins.targets, loop.consts),
-            xs=loop.xs._replace(reset=begins.flags),
+            xs=RESET.put(loop.xs, begins.flags),
         )
         return with_axes(loop, consts=(*own, *axes.consts))
 

@@ -27,6 +27,7 @@ from jax.core import eval_jaxpr
 from ..._avals import Array, LeafAxes, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
+from ..._loop.slot import of_steps
 from ..._trace.dependence import dependent
 from ..._trace.equations import Calls, called, called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
@@ -35,7 +36,7 @@ from ..._tree import Part, map_leaves, merge, split
 from ..remat import saves_steps
 from .axes import RowAxes
 from .guarded import Guarded
-from .leaves import RowMask, Schedule
+from .leaves import SCHEDULE, RowMask, Schedule
 from .mask import GoodPair, masked_step
 from .writing import Result, write_chunks
 
@@ -175,7 +176,7 @@ def linearize_guarded(loop: Loop, part: Part) -> Linearized:
         raise Unproven("rows share what changes")
     if len(consts[0].state) != len(jax.tree.leaves(loop.state)):
         raise Unproven("an option has added to the state")
-    if any(flags is not None for flags in (xs.reset, xs.cut, xs.cut_shared, xs.end)):
+    if of_steps(xs).extra is not None:
         raise Unproven("an option changes what padded rows are shown")
     others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
     guarding = loop.having(step=masked_step(loop.step, stands_in=False, guards=True))
@@ -339,8 +340,8 @@ class _Unless:
             del consts
             return state, feed.x[1]
 
-        rest = feed._replace(schedule=None)
-        return jax.lax.cond(jax.lax.gt(feed.schedule.branch, np.int32(0)), self.step, leave, consts, state, rest)
+        schedule, rest = SCHEDULE.take(feed)
+        return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), self.step, leave, consts, state, rest)
 
 
 def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
@@ -350,8 +351,9 @@ def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
     def step(consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
         return inner(consts, state, feed.x[0])
 
-    xs = Feed((loop.xs._replace(schedule=None), outputs), schedule=loop.xs.schedule)
-    level = Level(size, lambda step, looped: _Unless(step), scheduled=True)
+    schedule, fed = SCHEDULE.take(loop.xs)
+    xs = SCHEDULE.put(Feed((fed, outputs)), schedule)
+    level = Level(size, lambda step, looped: _Unless(step), slots=(SCHEDULE,))
     return run_chunked(dataclasses.replace(loop, step=step, xs=xs), (level,))
 
 
@@ -368,7 +370,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
     """
-    schedule, fed = loop.xs.schedule, loop.xs._replace(schedule=None)
+    schedule, fed = SCHEDULE.take(loop.xs)
     if not saves_steps(dataclasses.replace(loop, xs=fed)):
         raise Unproven("it is better to compute chunks again, or their products at once")
     given = loop.consts, loop.state, fed
@@ -376,13 +378,13 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     if spread or reshards(loop.trace.jaxpr):
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
-    part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
+    part, d_on = nonzero_part(given, (d_consts, d_state, SCHEDULE.put(d_fed, None)))
     found, axes = _linearized(dataclasses.replace(loop, xs=fed), part, apart=apart), loop.rows.axes
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
     shows = found.guarded is not None
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
-        xs = fed._replace(schedule=schedule)
+        xs = SCHEDULE.put(fed, schedule)
         return dataclasses.replace(bare, step=record, consts=consts, state=state, xs=xs)
 
     @jax.custom_jvp
@@ -467,7 +469,7 @@ def _solve(
             out = found.push_at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
-        xs, consts = Feed((*read, given.xs), schedule=schedule), (same, given.consts)
+        xs, consts = SCHEDULE.put(Feed((*read, given.xs)), schedule), (same, given.consts)
         loop = dataclasses.replace(bare, step=step, consts=consts, state=given.state, xs=xs)
         return _Out(*stack_chunks(loop, size, zeros))
 
@@ -486,7 +488,7 @@ def _solve(
             step=step,
             consts=same,
             state=([zeros_like(leaf) for leaf in tangents.consts], cotangents.state),
-            xs=Feed((*read, cotangents.ys), schedule=schedule),
+            xs=SCHEDULE.put(Feed((*read, cotangents.ys)), schedule),
             reverse=not bare.reverse,
         )
         (d_consts, d_state), d_xs = write_chunks(loop, size, [zeros_like(leaf) for leaf in tangents.xs])

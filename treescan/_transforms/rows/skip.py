@@ -25,7 +25,7 @@ from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from .axes import RowAxes
 from .fill import Idle
-from .leaves import Schedule, make_schedule, may_branch, schedule_of_lengths
+from .leaves import ORDER, SCHEDULE, make_schedule, may_branch, schedule_of_lengths
 
 FEW = 8
 """The chunks of a loop on a GPU.
@@ -87,8 +87,8 @@ class RunLive:
     reads_again: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        schedule: Schedule = feed.schedule
-        feed = feed._replace(schedule=schedule.order)
+        schedule, feed = SCHEDULE.take(feed)
+        feed = ORDER.put(feed, schedule.order)
         step: Step = self.branch
         if self.remat is not ChunkRemat.NONE:
             step = Checkpointed(step, self.looped, _policy_of(self.remat, self.step))
@@ -111,7 +111,7 @@ class RunLive:
         return jax.lax.switch(index, branches, consts, state, feed)
 
     def _everything(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        return self.step(consts, state, feed._replace(schedule=None))
+        return self.step(consts, state, ORDER.put(feed, None))
 
     def _nothing(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         final, types = jax.eval_shape(self._everything, consts, state, feed)
@@ -149,7 +149,7 @@ class Skip:
         size = min(chunk or _chunk_size(loop.length, tiers), loop.length) if cut else loop.length
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
-        loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
+        loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule, slots=(SCHEDULE,)))
         if not may_rule:
             return loop
         from .in_place import write_in_place
@@ -208,7 +208,9 @@ def _run_unless_all_is_padding(loop: Loop) -> Loop:
     """A loop whose steps were not traced: they run one by one, if any row is valid in any of them."""
     if not _has_schedule(loop):
         return loop
-    return _with_wish(loop, Wish(loop.length, schedule=ScheduleChunks((0,), ChunkRemat.NONE, rules=False)))
+    return _with_wish(
+        loop, Wish(loop.length, schedule=ScheduleChunks((0,), ChunkRemat.NONE, rules=False), slots=(SCHEDULE,))
+    )
 
 
 def _chunk_size(length: int, tiers: tuple[int, ...]) -> int:
@@ -255,7 +257,7 @@ class ScheduleChunks:
             schedule = make_schedule(valid, size, self.tiers)
         else:
             schedule = schedule_of_lengths(lengths, loop.length, size)
-        return loop.having(xs=loop.xs._replace(schedule=schedule)), around
+        return loop.having(xs=SCHEDULE.put(loop.xs, schedule)), around
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..._loop.run import run
 from ..in_bulk import with_early_products, without_early_products
 from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
-from .leaves import Schedule
+from .leaves import SCHEDULE
 
 Result = tuple[PyTree, list[Array]]
 
@@ -47,15 +47,15 @@ def write_chunks(
     """Runs the chunks of a loop that its schedule selects. Its steps write their outputs, a list, in place.
 
     Args:
-        loop: the loop; its feed's schedule is a `leaves.Schedule`.
+        loop: the loop; its feed has a `SCHEDULE`.
         size: the steps of a chunk.
         outputs: those of steps that are not run, `[T, ...]`.
         tiers: the numbers of rows to choose from; one for all of them.
         axes: where the rows are, if there are several tiers.
         products: whether a step has products that may be computed for a chunk at once.
     """
-    schedule: Schedule = loop.xs.schedule
-    loop = loop.having(xs=loop.xs._replace(schedule=None))
+    schedule, fed = SCHEDULE.take(loop.xs)
+    loop = loop.having(xs=fed)
     count, left = divmod(loop.length, size)
     places = Places(size, folded=not left and len(tiers) == 1)
     main = _Chunk(as_step(loop.having(length=size)), tiers, axes, products, places)
@@ -63,15 +63,17 @@ def write_chunks(
     consts = (loop.consts, places.lay(loop.xs))
     scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
     # A mask is read by many fusions. At a pair of indices, XLA's CPU backend does not vectorize these.
-    whole = Feed(places.starts(count), valid=consts[1].valid if places.folded else None, schedule=scheduled)
+    whole = Feed(places.starts(count), valid=consts[1].valid if places.folded else None)
 
     def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
         rest = _Chunk(as_step(loop.having(length=left)), tiers[-1:], axes, products, Places(left))
         last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
-        return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
+        return rest(consts, carried, SCHEDULE.put(Feed(np.uint32(count * size)), last))[0]
 
     carried = run_rest(carried) if left and loop.reverse else carried
-    chunks = loop.having(step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=())
+    chunks = loop.having(
+        step=main, consts=consts, state=carried, xs=SCHEDULE.put(whole, scheduled), length=count, unroll=1, lowering=()
+    )
     carried, _ = run(chunks)
     carried = run_rest(carried) if left and not loop.reverse else carried
     return carried.state, places.unlay(carried.outputs)
@@ -98,7 +100,7 @@ class _Chunk:
     places: Places
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
-        schedule: Schedule = feed.schedule
+        schedule, feed = SCHEDULE.take(feed)
         inner, xs = consts
 
         def all_rows(carried: Carried) -> Carried:

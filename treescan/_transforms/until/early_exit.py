@@ -26,7 +26,7 @@ from ..outputs import Thinned
 from ..rows.axes import RowAxes
 from ..rows.compact import LiveRows
 from ..rows.fill import Idle, fill_leaves
-from ..rows.leaves import any_of_all, at_step, make_schedule, select, unless_alone
+from ..rows.leaves import ORDER, any_of_all, at_step, make_schedule, select, unless_alone
 from .condition import Condition
 
 BRANCHING = 11
@@ -252,10 +252,10 @@ class TakeLiveRows(TakeChunk):
         assert schedule.order is not None
         some = self.outputs.on_live_rows(self.step, self.tiers, self.axes)
         ways: list[Callable[..., Any]] = [self._leave, *some, self._everything]
-        return jax.lax.switch(schedule.branch[0], ways, reads, progress, feed._replace(schedule=schedule.order[0]))
+        return jax.lax.switch(schedule.branch[0], ways, reads, progress, ORDER.put(feed, schedule.order[0]))
 
     def _everything(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        return self.step(reads, progress, feed._replace(schedule=None))
+        return self.step(reads, progress, ORDER.put(feed, None))
 
 
 def axes_in_run(loop: Loop) -> RowAxes:

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, vary_over
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
+from ..._loop.slot import Slot
 from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from ..._tree import Part
@@ -35,7 +36,7 @@ from ..checkpoint import (
     reading,
 )
 from ..in_bulk import in_bulk
-from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
+from ..rows.leaves import ORDER, make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from ..rows.mask import masked_step
 from .early_exit import Chunks, StepOutputs
 
@@ -47,13 +48,20 @@ class Ways(NamedTuple):
         runners: what may run a chunk: steps with the consts of the loop. A single one runs every chunk.
         branch: int32[N]: 0: the chunk is not run; i: runners[i - 1] runs it.
         valid: bool[N, C, *batch], the steps that were taken.
-        schedule: what else the runners are fed, [N, ...].
+        others: what else the runners are fed, [N, ...].
     """
 
     runners: tuple[Step, ...]
     branch: Array
     valid: Array
-    schedule: Any
+    others: Any
+
+
+_OTHERS: Slot[Any] = Slot("others", of_chunks=True)
+"""What else the runner of a chunk is fed."""
+
+_LIVE: Slot[Array] = Slot("live", rows=False)
+"""bool[]: whether a step is taken by any element or row."""
 
 
 class _Chunk(NamedTuple):
@@ -64,7 +72,7 @@ class _Chunk(NamedTuple):
         x: its stretch of xs, the leaves that have a tangent and the others.
         d_x: the tangents of the former.
         valid: bool[C, *batch], the steps that were taken.
-        schedule: what else its runner is fed.
+        others: what else its runner is fed.
         branch: int32[]: see `Ways`.
     """
 
@@ -72,7 +80,7 @@ class _Chunk(NamedTuple):
     x: tuple[list[Any], list[Any]]
     d_x: list[Any]
     valid: Array
-    schedule: Any
+    others: Any
     branch: Array
 
 
@@ -157,7 +165,7 @@ class TangentOfChunk:
         start, other_start = self.state.split(chunk.start)
 
         def smooth(consts: list[Any], start: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            feed = self.xs.join(x, other_x)._replace(valid=chunk.valid, schedule=chunk.schedule)
+            feed = _OTHERS.put(self.xs.join(x, other_x)._replace(valid=chunk.valid), chunk.others)
             state, ys = runner(self.consts.join(consts, other_consts), self.state.join(start, other_start), feed)
             return self.state.split(state)[0], self.y.split(self.outputs.varied(ys))[0]
 
@@ -210,7 +218,7 @@ def push_forward(
     )
     on, off = x_part.split(loop.xs)
     grouped = [group(leaf, size) for leaf in on], [group(leaf, size) for leaf in off]
-    chunks = _Chunk(starts, grouped, [], ways.valid, ways.schedule, ways.branch)
+    chunks = _Chunk(starts, grouped, [], ways.valid, ways.others, ways.branch)
     given = given._replace(
         state=[vary_over(leaf, outputs.varying) for leaf in given.state],
         xs=[group(leaf, size) for leaf in given.xs],
@@ -271,14 +279,13 @@ def group(leaf: Array, size: int) -> Array:
 
 @dataclass(frozen=True)
 class StepByStep:
-    """The step that runs another where any element or row is valid, as its schedule says, and saves what goes in."""
+    """The step that runs another where any element or row is valid, as `_LIVE` says, and saves what goes in."""
 
     step: Step
     outputs: StepOutputs
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
-        live = feed.schedule
-        feed = feed._replace(schedule=None)
+        live, feed = _LIVE.take(feed)
         return checkpoint(self._branch, prevent_cse=False, policy=SaveDecisions())(live, consts, state, feed)
 
     def _branch(self, live: Array, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
@@ -295,13 +302,15 @@ class StepByStep:
 
 @dataclass(frozen=True)
 class _Fed:
-    """A step that is fed one part of its schedule, or none."""
+    """A step that is fed one of the other things, in its slot, or none."""
 
     step: Step
-    part: int | None
+    part: int = 0
+    slot: Slot[Any] | None = None
 
     def __call__(self, consts: Any, state: PyTree, feed: Feed) -> tuple[PyTree, Any]:
-        return self.step(consts, state, feed._replace(schedule=None if self.part is None else feed.schedule[self.part]))
+        others, feed = _OTHERS.take(feed)
+        return self.step(consts, state, feed if self.slot is None else self.slot.put(feed, others[self.part]))
 
 
 def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, branches: bool, rules: bool) -> Ways:
@@ -325,14 +334,14 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     every = recomputed_chunk(whole, outputs, plan) if recomputes else in_bulk(run_chunk(whole, outputs, size))
     if not branches:
         none = jnp.zeros(loop.length // size, jnp.int32)
-        return Ways((_Fed(every, None),), none, group(valid, size), None)
+        return Ways((_Fed(every),), none, group(valid, size), None)
     schedule = make_schedule(valid, size, tiers)
     most = most_of_all(most_of_devices(jnp.max(taken)))
     least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
     ends = jnp.max(group(order, size), axis=1) >= least
     by_step = dataclasses.replace(loop, step=StepByStep(loop.step, outputs.zero()))
-    some = [_Fed(step, 0) for step in outputs.zero().on_live_rows(every, tiers, loop.rows.axes)]
-    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1), _Fed(every, None))
+    some = [_Fed(step, 0, ORDER) for step in outputs.zero().on_live_rows(every, tiers, loop.rows.axes)]
+    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1, _LIVE), _Fed(every))
     branch = jnp.where((schedule.branch == len(tiers)) & ~ends, len(runners), schedule.branch)
     return Ways(runners, branch, group(valid, size), (schedule.order, group(order < most, size)))
 
