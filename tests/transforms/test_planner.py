@@ -17,7 +17,7 @@ from traces import Counted
 
 import treescan
 from treescan import Remat
-from treescan._loop.chunk import Wish, plan_sizes
+from treescan._loop.sizes import Wish, plan_sizes
 
 pytestmark = pytest.mark.quick
 
@@ -130,7 +130,12 @@ def test_planner_by_example():
     st.integers(0, 5000),
     st.lists(
         st.builds(
-            Wish, size=st.integers(1, 600), exact=st.booleans(), around=st.none(), schedule=st.none(), ticks=st.none()
+            Wish,
+            size=st.integers(1, 600),
+            exact=st.booleans(),
+            put=st.none(),
+            slots=st.just(()),
+            outside=st.just(False),
         ),
         max_size=5,
     ),

@@ -10,7 +10,7 @@ import jax
 
 from .._avals import bytes_of, describe_leaf, is_sharded, is_weak
 from .._errors import Fault, Misuse, TreescanError, describe_body
-from .._loop.chunk import chunk_size
+from .._loop.sizes import chunk_size
 from .._trace.blame import place_of
 from .._trace.cost import count_operations
 from .._trace.dependence import dependent, readers, unread_outputs, written_in_place

@@ -17,6 +17,7 @@ from jax.core import Tracer, eval_jaxpr
 from .._avals import LeafAxes, bytes_of, describe_leaf
 from .._cpu.buffers import temporary_bytes
 from .._errors import TreescanError
+from .._loop.chunk import recomputes
 from .._loop.loop import Body, Loop
 from .._trace.blame import place_of
 from .._trace.equations import called, has_symbolic_zeros
@@ -24,7 +25,7 @@ from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.checkpoint import Checkpointed
-from .._transforms.nest import in_rounds, plan, recomputes
+from .._transforms.nest import in_rounds, plan
 from .._transforms.prefetch import Prefetch
 from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows

@@ -1,13 +1,11 @@
-"""Loops in chunks: the nested sizes that serve all wishes, and `run_chunked`, which runs them."""
+"""`run_chunked` runs a loop in nested chunks: the only combinator over loops."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,80 +13,8 @@ import jax.numpy as jnp
 from .._avals import PyTree
 from .loop import Feed, Loop, Step
 from .run import in_one_mesh, run
+from .sizes import Around
 from .slot import Slot, slots_of
-
-
-class Wish(NamedTuple):
-    """The wish of one transform: a boundary every `size` steps, exactly or approximately.
-
-    Attributes:
-        size: the steps of a chunk.
-        exact: whether the boundaries have to be there.
-        around: what is put around the chunks that come nearest to it, as for `Level.around`; None: nothing.
-        schedule: makes, from the loop and the size that was planned, the loop with a schedule for its chunks, and what
-            is put around them. One transform at most has one. None: the chunks have no schedule.
-        ticks: the same for what is reported after each chunk; no more chunks are made than were asked for, and these
-            lie around all others that have something put around them.
-        slots: the slots that have an entry for each of its chunks.
-    """
-
-    size: int
-    exact: bool = False
-    around: Any = None
-    schedule: Any = None
-    ticks: Any = None
-    slots: tuple[Slot[Any], ...] = ()
-
-
-def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:
-    """One list of nested sizes for all wishes, so that features do not each nest loops and copies of the body.
-
-    Exact wishes keep their boundaries: where they do not divide one another, their greatest common divisor has them
-    all. The others are moved to the nearest size (in ratio) that divides the next larger exact one and is a multiple
-    of the next smaller one, and two of them that lie within a factor of two become one.
-
-    Returns:
-        Ascending sizes, each dividing the next, all above 1 and below `length`.
-    """
-    wishes = list(wishes)
-    chain = _divisor_chain({wish.size for wish in wishes if wish.exact})
-    for size in sorted(wish.size for wish in wishes if not wish.exact):
-        if not any(size / 2 < other < size * 2 for other in chain):
-            chain = sorted({*chain, _fit(size, chain)})
-    return tuple(size for size in chain if 1 < size < length)
-
-
-def _divisor_chain(sizes: set[int]) -> list[int]:
-    chain = sorted(sizes)
-    if any(large % small for small, large in itertools.pairwise(chain)):
-        return [math.gcd(*chain)]
-    return chain
-
-
-def _fit(size: int, chain: list[int]) -> int:
-    """The size nearest to a wish that keeps every element of the chain dividing the next."""
-    below = max((other for other in chain if other <= size), default=1)
-    above = min((other for other in chain if other > size), default=None)
-    if above is None:
-        return max(1, round(size / below)) * below
-    fits = [below * k for k in range(1, above // below + 1) if above % (below * k) == 0]
-    return min(fits, key=lambda other: abs(math.log(other / size)))
-
-
-LARGEST, SMALLEST, FEWEST = 16, 8, 4
-"""Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
-
-
-def chunk_size(length: int, largest: int = LARGEST) -> int:
-    """The steps of a chunk for a loop: 16, fewer for short loops, and near that a divisor, so that nothing remains."""
-    size = min(largest, max(SMALLEST, length // FEWEST))
-    near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
-    return min(near, key=lambda other: abs(other - size), default=size)
-
-
-Around = Callable[[Step, bool], Step]
-"""What is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether that step is the
-step of a loop, or runs once, for the remainder."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +33,33 @@ class Level:
     around: Around | None = None
     slots: tuple[Slot[Any], ...] = ()
     outputs: Callable[[RunChunk], Step] | None = None
+
+    def inside(self, around: Around, slots: tuple[Slot[Any], ...] = ()) -> Level:
+        """The level inside of something more that is put around its chunks, which has entries in these slots."""
+        around = around if self.around is None else Outside(self.around, around)
+        return dataclasses.replace(self, around=around, slots=(*self.slots, *slots))
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What is put around chunks: something, and something else around that."""
+
+    inner: Around
+    outer: Around
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether what it puts around chunks has the gradient compute them once more."""
+        return recomputes(self.inner)
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        """Both, around a step that runs a chunk."""
+        return self.outer(self.inner(step, looped), looped)
+
+
+def recomputes(around: Around | None) -> bool:
+    """Whether what is put around chunks has the gradient compute them once more."""
+    return bool(getattr(around, "recomputes", False))
 
 
 @dataclass(frozen=True)
@@ -199,7 +152,7 @@ def _may_grow(level: Level) -> bool:
     XLA puts a single step into the program around it. If the gradient recomputes that step, XLA may round it and its
     derivative in two ways, and what the step decides is lost.
     """
-    return bool(getattr(level.around, "recomputes", False)) and level.outputs is None and not level.slots
+    return recomputes(level.around) and level.outputs is None and not level.slots
 
 
 def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from .._avals import PyTree
-from .._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
+from .._loop.chunk import Level, run_chunked
 from .._loop.loop import Feed, Loop, Memo, Result, Step, is_untraced
-from .._loop.slot import Slot
+from .._loop.sizes import Wish, plan_sizes
 from .._loop.turns import Turns
 from .._trace.hoist import Hoisted, traced
 from .._tree import merge, split
@@ -97,97 +97,75 @@ def in_rounds(loop: Loop) -> Loop:
 def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     """One list of nested chunks for all wishes and for the outputs that are not kept, and the loop that runs in them.
 
-    What a wish puts around its chunks goes to the size that comes nearest to it. A schedule is made for the size that
-    was planned, and so is what is reported after each chunk.
+    First it is decided which wishes have which size. Then each puts something around its chunks, from the innermost
+    to the outermost.
     """
     if not (loop.wishes or loop.keeps):
         return loop, ()
-    reports = next((wish for wish in loop.wishes if wish.ticks is not None), None)
-    if reports is None:
-        return _plan(loop, loop.wishes)
-    others = tuple(wish for wish in loop.wishes if wish is not reports)
-    planned, levels = _plan(loop, (*others, Wish(reports.size)))
-    size = _size_of_reports(levels, reports.size)
+    inner = [wish for wish in loop.wishes if not wish.outside]
+    places = _places(loop, inner)
+    for wish in (wish for wish in loop.wishes if wish.outside):
+        places = _with_outer(loop, inner, places, wish)
+    levels = list[Level]()
+    for size, wishes in sorted(places.items(), key=lambda place: place[0]):
+        level = Level(size)
+        for put, slots in ((wish.put, wish.slots) for wish in wishes):
+            if put is not None:
+                loop, around = put(loop, size)
+                level = level.inside(around, slots)
+        levels.append(level)
+    return loop, tuple(levels)
+
+
+_Places: TypeAlias = dict[int, list[Wish]]
+"""The sizes of nested chunks, and for each the wishes that put something around its chunks, innermost first."""
+
+
+def _with_outer(loop: Loop, inner: list[Wish], places: _Places, wish: Wish) -> _Places:
+    """The places with that of one more wish, at the smallest size that is outside of all others."""
+    planned = _places(loop, [*inner, Wish(wish.size)])
+    taken = max((size for size, wishes in planned.items() if wishes), default=1)
+    size = min((size for size in planned if size >= max(taken, wish.size)), default=None)
     if size is None:
-        planned, levels = _plan(loop, others)
-        outermost = max((level.size for level in levels if level.size < loop.length), default=1)
-        size = -(-reports.size // outermost) * outermost
-    loop, around = reports.ticks(planned, size)
-    return loop, _with_reports(levels, size, around, reports.slots)
+        planned = places
+        outermost = max((size for size in planned if size < loop.length), default=1)
+        size = -(-wish.size // outermost) * outermost
+    return planned | {size: [*planned.get(size, ()), wish]}
 
 
-def _size_of_reports(levels: Sequence[Level], least: int) -> int | None:
-    """The smallest size that gives no more reports than were asked for, outside of all that is put around chunks."""
-    inner = max((level.size for level in levels if level.around is not None), default=1)
-    return min((level.size for level in levels if level.size >= max(inner, least)), default=None)
-
-
-def _with_reports(
-    levels: Sequence[Level], size: int, around: Around, slots: tuple[Slot[Any], ...]
-) -> tuple[Level, ...]:
-    """The levels, with one of this size that reports."""
-    own = next((level for level in levels if level.size == size), Level(size))
-    reporting = dataclasses.replace(own, around=Outside(own.around, around), slots=(*own.slots, *slots))
-    others = [level for level in levels if level is not own]
-    return tuple(sorted([*others, reporting], key=lambda level: level.size))
-
-
-@dataclass(frozen=True)
-class Outside:
-    """What is put around chunks: something, and something else around that."""
-
-    inner: Around | None
-    outer: Around
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether what it puts around chunks has the gradient compute them once more."""
-        return recomputes(self.inner)
-
-    def __call__(self, step: Step, looped: bool) -> Step:
-        step = step if self.inner is None else self.inner(step, looped)
-        return self.outer(step, looped)
-
-
-def recomputes(around: Around | None) -> bool:
-    """Whether what is put around chunks has the gradient compute them once more."""
-    return bool(getattr(around, "recomputes", False))
-
-
-def _plan(loop: Loop, wishes: tuple[Wish, ...]) -> tuple[Loop, tuple[Level, ...]]:
-    scheduled = next((wish for wish in wishes if wish.schedule is not None), None)
-    others = [wish for wish in wishes if wish is not scheduled]
-    if scheduled is None:
-        return loop, _levels_of(_sizes(loop, others), others)
-    whole = scheduled.size == loop.length  # which may be symbolic
+def _places(loop: Loop, wishes: list[Wish]) -> _Places:
+    counted = next((wish for wish in wishes if wish.slots), None)
+    others = [wish for wish in wishes if wish is not counted]
+    if counted is None:
+        return _nearest_places(_sizes(loop, others), others)
+    whole = counted.size == loop.length  # which may be symbolic
     sizes = _sizes(loop, others if whole else wishes)
-    size = scheduled.size if whole or scheduled.size == 1 else _nearest((*sizes, loop.length), scheduled.size)
-    loop, around = scheduled.schedule(loop, size)
-    levels = [*_levels_of([other for other in sizes if other != size], others), Level(size, around, scheduled.slots)]
-    return loop, tuple(sorted(levels, key=lambda level: level.size))
+    size = counted.size if whole or counted.size == 1 else _nearest((*sizes, loop.length), counted.size)
+    return _nearest_places([other for other in sizes if other != size], others) | {size: [counted]}
+
+
+def _nearest_places(sizes: Sequence[int], wishes: list[Wish]) -> _Places:
+    """Each wish at the size that comes nearest to its own; the last one of those that have the same."""
+    places: _Places = {size: [] for size in sizes}
+    for wish in wishes:
+        if sizes and wish.put is not None:
+            places[_nearest(sizes, wish.size)] = [wish]
+    return places
 
 
 def _sizes(loop: Loop, wishes: Sequence[Wish]) -> tuple[int, ...]:
     """The sizes of nested chunks.
 
-    An output that is not kept as often as an exact wish allows is kept in all steps, and cut afterwards. A schedule
-    gives way to such outputs alone.
+    An output that is not kept as often as an exact wish allows is kept in all steps, and cut afterwards.
     """
     keeps = loop.keeps or ()
     asked = [wish.size for wish in wishes if wish.exact]
     thinned = boundaries(keeps, loop.length)
     kept = [wish for wish in thinned if not any(wish.size % size and size % wish.size for size in asked)]
-    wishes = [wish._replace(exact=wish.exact or (wish.schedule is not None and not kept)) for wish in wishes]
+    wishes = [wish._replace(exact=wish.exact or (bool(wish.slots) and not kept)) for wish in wishes]
     sizes = plan_sizes(loop.length, [*wishes, *kept]) if wishes or kept else ()
-    may_cut = not any(wish.schedule is not None for wish in loop.wishes)
+    may_cut = not any(wish.slots and not wish.outside for wish in loop.wishes)
     return last_chunk(loop) if not sizes and is_thinned(keeps) and may_cut else sizes
-
-
-def _levels_of(sizes: Sequence[int], wishes: Sequence[Wish]) -> tuple[Level, ...]:
-    if not sizes:
-        return ()
-    around = {_nearest(sizes, wish.size): wish.around for wish in wishes if wish.around is not None}
-    return tuple(Level(size, around.get(size)) for size in sizes)
 
 
 def _nearest(sizes: Sequence[int], wish: int) -> int:

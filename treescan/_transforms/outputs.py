@@ -14,8 +14,9 @@ import numpy as np
 
 from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
 from .._errors import ArgumentError, expect
-from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
+from .._loop.chunk import Level, RunChunk, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
+from .._loop.sizes import Wish
 from .._loop.slot import of_steps
 from .._loop.transform import Stage
 from .._trace.hoist import one_step, traced

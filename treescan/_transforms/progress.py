@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree, as_arrays, describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect, noted
-from .._loop.chunk import Around, Wish
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
+from .._loop.sizes import Around, Wish
 from .._loop.slot import Slot
 from .._loop.transform import Stage
 from .._progress import (
@@ -244,7 +244,9 @@ class ShowProgress:
             return loop
         back = Reporter(showing.backward_site, progress.batched) if progress.backward else None
         ticks = TellChunks(reporter, back, showing, run, total, done, more, due)
-        wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks, slots=(TICK,))
+        wish = Wish(
+            -(-loop.length // (progress.updates or (MOST if paced else FEW))), put=ticks, slots=(TICK,), outside=True
+        )
         ending = None
         if back is not None:
             false = jnp.zeros((), bool)

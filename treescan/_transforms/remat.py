@@ -12,8 +12,8 @@ import jax
 from .._avals import describe_argument, exact_int
 from .._cpu import backend
 from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
-from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step, is_untraced
+from .._loop.sizes import Wish, chunk_size
 from .._loop.transform import Stage
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
@@ -161,7 +161,7 @@ def choose_fastest(loop: Loop) -> Loop:
         return _recompute(loop, remat)
     if remat is None:
         return loop
-    wish = Wish(chunk_size(loop.length), around=at_once)
+    wish = Wish.around(chunk_size(loop.length), at_once)
     return dataclasses.replace(ready_for_chunks(loop), wishes=(*loop.wishes, wish))
 
 
@@ -195,7 +195,7 @@ def remat_wishes(
         related: as for `RematChunk`.
     """
     sizes, offload = remat_sizes(length, remat), None if remat is None else remat.offload
-    return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None, inside, related)) for size in sizes]
+    return [Wish.around(size, RematChunk(offload if size == sizes[-1] else None, inside, related)) for size in sizes]
 
 
 def check_remat_or_auto(remat: Any) -> Remat | Auto | None:

@@ -16,8 +16,8 @@ import jax
 
 from ..._avals import PyTree, is_key, promoted
 from ..._cpu import backend
-from ..._loop.chunk import LARGEST, Around, Wish, chunk_size
 from ..._loop.loop import Feed, Loop, Step, is_untraced
+from ..._loop.sizes import LARGEST, Around, Wish, chunk_size
 from ..._loop.transform import Stage
 from ..._trace.hoist import is_rewriting
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled
@@ -149,7 +149,7 @@ class Skip:
         size = min(chunk or _chunk_size(loop.length, tiers), loop.length) if cut else loop.length
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
-        loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule, slots=(SCHEDULE,)))
+        loop = _with_wish(loop, Wish(size, exact=bool(chunk), put=schedule, slots=(SCHEDULE,)))
         if not may_rule:
             return loop
         from .in_place import write_in_place
@@ -208,9 +208,8 @@ def _run_unless_all_is_padding(loop: Loop) -> Loop:
     """A loop whose steps were not traced: they run one by one, if any row is valid in any of them."""
     if not _has_schedule(loop):
         return loop
-    return _with_wish(
-        loop, Wish(loop.length, schedule=ScheduleChunks((0,), ChunkRemat.NONE, rules=False), slots=(SCHEDULE,))
-    )
+    put = ScheduleChunks((0,), ChunkRemat.NONE, rules=False)
+    return _with_wish(loop, Wish(loop.length, put=put, slots=(SCHEDULE,)))
 
 
 def _chunk_size(length: int, tiers: tuple[int, ...]) -> int:

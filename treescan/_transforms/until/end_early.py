@@ -22,7 +22,7 @@ from ..rows.axes import RowFlags
 from ..rows.leaves import select
 from ..rows.over_rows import OverRows
 from .condition import CallCondition, Condition
-from .reports import show_taken
+from .reports import TellTaken, show_taken
 from .run import run_while_going
 
 
@@ -62,6 +62,7 @@ class Going(NamedTuple):
         total: int32[], the number of steps, where it is known.
         verb: the name of the verb, for errors that are raised after it has returned.
         run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
+        tell: reports the steps that were taken; or None.
     """
 
     condition: Condition
@@ -70,6 +71,7 @@ class Going(NamedTuple):
     total: Array | None
     verb: str
     run: tuple[Array, Array] | None = None
+    tell: TellTaken | None = None
 
     def show(self, loop: Loop, *asked: Any) -> Loop:
         """The loop, which shows how many steps were taken: `progress` asks for it here, so as not to load it always.

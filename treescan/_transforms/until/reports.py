@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import Array, PyTree
-from ..._loop.chunk import Around, Wish
 from ..._loop.loop import Feed, Loop, Step
+from ..._loop.sizes import Around
 from ..._progress import MOST, Progress as Settings, Reporter, Tick, probes_of
 from ..progress import Showing, refuse_backward
 from ..rows.leaves import most_of_all, most_of_devices
@@ -36,8 +36,7 @@ def show_taken(loop: Loop, settings: Settings, showing: Showing) -> Loop:
         probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, going.condition.closed)))
     run = reporter.begin(total, probes)
     tell = TellTaken(reporter, showing, settings.updates or MOST, going.condition, all_fixed(loop))
-    wish = Wish(-(-loop.length // tell.updates), ticks=tell)
-    return dataclasses.replace(loop, going=going._replace(run=(run, total)), wishes=(*loop.wishes, wish))
+    return dataclasses.replace(loop, going=going._replace(run=(run, total), tell=tell))
 
 
 def _largest(steps: Array, *, each: bool) -> Array:

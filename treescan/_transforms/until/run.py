@@ -29,7 +29,7 @@ _NO_GRADIENT = once_only(
 
 def run_while_going(loop: Loop) -> Result:
     """Runs a loop as `EndEarly` left it, with what other options made of it."""
-    going, tell = loop.going, next((wish.ticks for wish in loop.wishes if wish.ticks is not None), None)
+    going, tell = loop.going, loop.going.tell
     reads = Reads(loop.consts, going.condition.closed, going.limit, going.run)
     run_loop = _run_step_by_step if is_untraced(loop) else _run_traced
     progress, ys = run_loop(loop, reads, tell)
