@@ -29,7 +29,7 @@ from picture import WIDTH, Picture
 
 import treescan
 from treescan import Remat
-from treescan._loop.transform import Stage
+from treescan._transforms.transform import Stage
 from treescan.carries import Ema, carry_of, ema
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"

@@ -16,7 +16,7 @@ from modules import CALLS, LAYERS, PACKAGE, imports, modules, own_imports
 
 import treescan
 from scripts import printed, script
-from treescan._loop.transform import Stage
+from treescan._transforms.transform import Stage
 
 TESTS = Path(__file__).parents[1]
 

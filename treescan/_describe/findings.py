@@ -17,11 +17,12 @@ from .._trace.dependence import dependent, readers, unread_outputs, written_in_p
 from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_rewriting, is_smooth
 from .._transforms.budget import describe_bytes
+from .._transforms.call import Call
 from .._transforms.checkpoint import levels_in
 from .._transforms.outputs import ALL, LAST, KeepOutputs
 from .._transforms.prefetch import Prefetch
 from .._transforms.products import ELEMENTWISE
-from .._transforms.program import Call, Program, Taken
+from .._transforms.program import Program, Taken
 from .._transforms.remat import AUTO, Recompute
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.over_rows import OverRows

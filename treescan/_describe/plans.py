@@ -24,10 +24,11 @@ from .._trace.equations import called, has_symbolic_zeros
 from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
+from .._transforms.call import Arguments, Call
 from .._transforms.checkpoint import Checkpointed
 from .._transforms.nest import in_rounds, plan
 from .._transforms.prefetch import Prefetch
-from .._transforms.program import Arguments, Call, Program, Taken
+from .._transforms.program import Program, Taken
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.early_exit import plan_chunks
 from .._transforms.until.end_early import EndEarly

@@ -14,9 +14,9 @@ import jax.tree_util as jtu
 from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, describe_leaf, shape_of
 from .._errors import ArgumentError, Fault, Misuse, Row, TreescanError, expect
 from .._loop.loop import Feed, Loop, Step
-from .._loop.transform import Stage
 from .._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, map_leaves, merge, path_str, split
 from .._types import Axes
+from .transform import Stage, Transform
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MergeWhole:
 
 
 @dataclass(frozen=True)
-class OverAxes:
+class OverAxes(Transform):
     """`in_axes`: scans each leaf of xs over its own axis. Every step receives leaves without an axis whole.
 
     Attributes:
@@ -45,7 +45,6 @@ class OverAxes:
     """
 
     each: tuple[LeafAxes | None, ...]
-    moves = True
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
@@ -116,7 +115,7 @@ class Counted:
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(Transform):
     """`fori`: feeds the positions of a loop as x, from `lower` up.
 
     The index starts as a Python int. So it has a weak type, and adopts the type of the values it is combined with.

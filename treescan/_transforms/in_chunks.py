@@ -13,10 +13,10 @@ from .._body.call import call_body, check_arrays
 from .._body.signature import CHUNK_MAP, annotated
 from .._errors import BodyFault, Row
 from .._loop.loop import Body, Feed, Loop, Result, Step, is_untraced
-from .._loop.transform import Stage
 from .._trace.hoist import traced
 from .._tree import Prefix, leaves_with_path, merge, split, thaw_static
 from .axes import move_outputs, spread_axes
+from .transform import Stage, Transform
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _check_numbers(y: PyTree) -> None:
 
 
 @dataclass(frozen=True)
-class InChunks:
+class InChunks(Transform):
     """Cuts xs into the chunks of the loop's steps, and joins what the function returns for them.
 
     Attributes:
@@ -116,7 +116,6 @@ class InChunks:
     frozen: bool
     masked: bool
     out_axes: Prefix | None
-    moves = True
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
@@ -159,10 +158,9 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class SumChunks:
+class SumChunks(Transform):
     """`reduce="sum"`: adds up the outputs of all steps, and stacks none."""
 
-    moves = True
     stage: ClassVar[Stage] = Stage.SUMMED
 
     def __call__(self, loop: Loop) -> Loop:

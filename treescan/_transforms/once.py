@@ -15,12 +15,12 @@ from jax.core import eval_jaxpr
 from .._avals import PyTree, as_arrays, describe_leaf
 from .._errors import BodyFault, Fault, Row
 from .._loop.loop import Feed, Loop, Step, is_jit_disabled
-from .._loop.transform import Stage
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
 from .._trace.hoist import Hoisted, flatten_only, hoist
 from .._tree import Prefix, leaves_with_path, map_leaves, merge, split
 from .axes import OverAxes, spread_prefix
+from .transform import Stage, Transform
 
 
 class Parted(NamedTuple):
@@ -172,7 +172,7 @@ def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fa
 
 
 @dataclass(frozen=True)
-class ComputeOnce:
+class ComputeOnce(Transform):
     """Computes outputs that are the same in every step once, before the loop; see `Result.once`.
 
     Attributes:
@@ -190,7 +190,6 @@ class ComputeOnce:
     whole: bool = False
     again: Callable[[PyTree, bool], PyTree] | None = None
     watched: Prefix | None = None
-    moves = True
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:

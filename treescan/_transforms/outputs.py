@@ -12,18 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
-from .._errors import ArgumentError, expect
+from .._avals import Array, PyTree, as_arrays, describe_traced, exact_int, is_weak, place_like
+from .._errors import ArgumentError, Misuse, expect
 from .._loop.chunk import Level, RunChunk, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
 from .._loop.sizes import Wish
 from .._loop.slot import of_steps
-from .._loop.transform import Stage
 from .._trace.hoist import one_step, traced
 from .._tree import Prefix, split
 from .._types import Axes, Save
 from .axes import move_outputs, spread_prefix, static_axes
+from .call import Arguments, Call
 from .refuse import refuse_symbolic, refuse_with_refs
+from .transform import Stage, Transform
 
 Keep = int | None
 """Every how many steps an output is kept (1: in all of them), LAST, or None for never."""
@@ -33,11 +34,10 @@ EVERYTHING = Prefix.of(ALL)
 
 
 @dataclass(frozen=True)
-class KeepOutputs:
+class KeepOutputs(Transform):
     """`save`: keeps of each output what a prefix of y says."""
 
     save: Prefix
-    moves = True
     stage: ClassVar[Stage] = Stage.THINNED
 
     @classmethod
@@ -49,6 +49,9 @@ class KeepOutputs:
         """
         prefix = check_save(save)
         return None if prefix is None else cls(prefix)
+
+    def refuse_part(self, call: Call, given: Arguments) -> None:
+        refuse_parts_of_keeps(self.save, call, given)
 
     def __call__(self, loop: Loop) -> Loop:
         save, reverse = self.save, loop.reverse
@@ -65,13 +68,34 @@ class KeepOutputs:
         return loop.finished(ys=lambda result: without_dropped(kept_leaves(result.ys, keeps), structure, save))
 
 
+def refuse_parts_of_keeps(save: Prefix, call: Call, given: Arguments) -> None:
+    """Refuses to keep every k-th output of a part that does not begin with the first step of k.
+
+    Raises:
+        Fault: for an `ArgumentError`.
+    """
+    blocks = len(call.each)  # that take turns, each of which counts its own layers
+    known = isinstance(given.offset, np.integer)
+    for keep in (keep for keep in save.leaves if keep is not None and keep > 1):
+        if known and not int(given.offset) % (keep * blocks):
+            continue
+        steps = f"{keep} {{unit}}s" if blocks == 1 else f"{keep * blocks} {{unit}}s, {keep} for each block"
+        raise Misuse(
+            f"{{call}}: `save={keep}` needs an `offset` that is a multiple of {steps}, got "
+            f"{int(given.offset) if known else describe_traced(given.offset)}.",
+            f"Cut the whole run at multiples of {keep * blocks}. Only the last part may have another length."
+            if known
+            else f"Pass `offset` as an int, at multiples of {keep * blocks}: which outputs are kept must be known when "
+            "the program is traced.",
+        )
+
+
 @dataclass(frozen=True)
-class MoveOutputs:
+class MoveOutputs(Transform):
     """`out_axes`: moves the stacked axis of each output; `save` says which outputs have one."""
 
     axes: Prefix
     save: Prefix | None = None
-    moves = True
     stage: ClassVar[Stage] = Stage.MOVED
 
     @classmethod

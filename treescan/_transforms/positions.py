@@ -14,11 +14,12 @@ import numpy as np
 from .._avals import Array, PyTree, describe_argument, place_like, stacked_type, vary_over, varying_axes
 from .._errors import Misuse, TypeMisuse
 from .._loop.loop import Feed, Loop, Result, Step, is_untraced
-from .._loop.transform import Stage
 from .._trace.hoist import traced
 from .._tree import Prefix
 from .._types import Save
+from .call import Arguments, Call
 from .outputs import is_positions, spread_keeps
+from .transform import Stage, Transform
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def _written(array: Array, value: Array, slot: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class RecordOutputs:
+class RecordOutputs(Transform):
     """Keeps outputs of chosen steps. `KeepOutputs` and `KeepRows` keep all that is left of them.
 
     What has no plain loop of its own stacks these outputs, and picks from the stack: rows, patterns, prefetch, and
@@ -129,9 +130,7 @@ class RecordOutputs:
     """
 
     save: Prefix
-    moves = True
     stage: ClassVar[Stage] = Stage.RECORDED
-    has_positions = True
 
     @classmethod
     def of(cls, save: Any) -> RecordOutputs:
@@ -139,6 +138,12 @@ class RecordOutputs:
         prefix = Prefix.of(save)
         leaves = (positions_of(leaf) if is_positions(leaf) else leaf for leaf in prefix.leaves)
         return cls(Prefix(tuple(leaves), prefix.structure))
+
+    def refuse_part(self, call: Call, given: Arguments) -> None:
+        raise Misuse(
+            "{call}: `save` with positions cannot be combined with `offset`: they may be those of another part.",
+            "Keep all outputs of the part, and index them.",
+        )
 
     def __call__(self, loop: Loop) -> Loop:
         if not isinstance(loop.length, int):

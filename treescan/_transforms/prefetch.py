@@ -23,7 +23,6 @@ from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, exact_int
 from .._errors import ArgumentError, Fault, Misuse, expect
 from .._loop.loop import Feed, Loop, Memo, Step, is_untraced
 from .._loop.run import run
-from .._loop.transform import Stage
 from .._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
 from .._tree import Static, merge, same_structure, split, thaw_static
 from .._types import Remat
@@ -32,6 +31,7 @@ from .checkpoint import SaveDecisions
 from .nest import finish, run_nested
 from .refuse import once_only
 from .remat import Recompute
+from .transform import Stage, Transform
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ EACH_LAYER = Remat(levels=1)
 
 
 @dataclass(frozen=True)
-class Prefetch:
+class Prefetch(Transform):
     """`prefetch`: gathers the next layer while one is computed.
 
     Attributes:
@@ -151,7 +151,6 @@ class Prefetch:
 
     gather: Gather
     axes: LeafAxes | None
-    moves = True
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:

@@ -20,7 +20,6 @@ from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanE
 from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
 from .._loop.sizes import Around, Wish
 from .._loop.slot import Slot
-from .._loop.transform import Stage
 from .._progress import (
     FEW,
     MOST,
@@ -41,6 +40,7 @@ from .._tree import thaw_static
 from .nest import plan, run_levels
 from .refuse import refuse_symbolic
 from .rows.leaves import any_along, most_of_all, most_of_devices
+from .transform import Stage, Transform
 
 
 def _expect(
@@ -192,7 +192,7 @@ def no_forward_mode() -> Fault:
 
 
 @dataclass(frozen=True)
-class ShowProgress:
+class ShowProgress(Transform):
     """`progress`: shows how far the loop has come.
 
     Attributes:
@@ -202,7 +202,6 @@ class ShowProgress:
 
     progress: Progress
     custom: bool = False
-    moves = True
     stage: ClassVar[Stage] = Stage.SHOWN
 
     @classmethod

@@ -14,7 +14,6 @@ from .._cpu import backend
 from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
 from .._loop.loop import Loop, Step, is_untraced
 from .._loop.sizes import Wish, chunk_size
-from .._loop.transform import Stage
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
 from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
@@ -29,6 +28,7 @@ from .checkpoint import (
 )
 from .in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
 from .refuse import once_only, refuse_with_refs
+from .transform import Stage, Transform
 
 _WHOLE = jax.checkpoint_policies.everything_saveable
 
@@ -81,7 +81,7 @@ _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
 
 @dataclass(frozen=True)
-class Recompute:
+class Recompute(Transform):
     """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for.
 
     Attributes:
@@ -89,7 +89,6 @@ class Recompute:
     """
 
     remat: Remat | Auto | tuple[Remat | None, ...]
-    moves = True
     stage: ClassVar[Stage] = Stage.RECOMPUTED
 
     @classmethod

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from .._avals import PyTree
 from .._loop.loop import Loop, Result
-from .._loop.transform import Stage
 from .._loop.turns import CarryState
+from .transform import Stage, Transform
 
 
 @dataclass(frozen=True)
-class CarryStates:
+class CarryStates(Transform):
     """Carries the stacks of states that a loop scans over, so that XLA updates them in place.
 
     Attributes:
@@ -25,7 +25,6 @@ class CarryStates:
     """
 
     counts: tuple[int, ...]
-    moves = True
     stage: ClassVar[Stage] = Stage.JOINED
 
     @classmethod

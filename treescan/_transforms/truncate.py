@@ -10,14 +10,15 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import Array, LeafAxes, PyTree, exact_int
-from .._errors import ArgumentError, expect
+from .._errors import ArgumentError, Misuse, expect
 from .._loop.loop import Feed, Loop, Step, is_untraced
 from .._loop.slot import Slot
-from .._loop.transform import Stage
 from .._trace.hoist import fixed_leaves, flattened, lifted, traced
 from .._tree import split
+from .call import Arguments, Call
 from .rows.leaves import any_along, expand, select
 from .rows.resets import flags_of
+from .transform import Stage, Transform
 
 CUT: Slot[Array] = Slot("cut", rows=True)
 """Before which steps the gradient is cut."""
@@ -55,11 +56,10 @@ def _cut(feed: Feed, leaf: Array, axis: int | None) -> Array:
 
 
 @dataclass(frozen=True)
-class Truncate:
+class Truncate(Transform):
     """`truncate`: cuts the gradient of the carry at the positions that `size` divides."""
 
     size: int
-    moves = True
     stage: ClassVar[Stage] = Stage.CUT
 
     @classmethod
@@ -75,6 +75,22 @@ class Truncate:
         cure = "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it."
         expect(steps >= 1, "truncate", "an int of at least 1", truncate, cure, error=ArgumentError)
         return cls(steps)
+
+    def refuse_part(self, call: Call, given: Arguments) -> None:
+        if call.reverse:
+            raise Misuse(
+                "{call}: `truncate` and `offset` cannot be combined in reverse: where the gradient is cut depends on "
+                "the end of the whole run.",
+                "Leave `truncate` out, and cut the gradient between parts, `jax.lax.stop_gradient(carry)`.",
+            )
+        if (rows := given.rows) is not None and (rows.mask is not None or rows.resets is not None):
+            name = "mask" if rows.mask is not None else "resets"
+            raise Misuse(
+                f"{{call}}: `truncate` counts the valid steps of each row, and with `{name}` their number before this "
+                "part is not known. `offset` says only how many steps came before.",
+                "Say by `lengths` where rows are valid, or leave `truncate` out and cut the gradient between parts, "
+                "`jax.lax.stop_gradient(carry)`.",
+            )
 
     def __call__(self, loop: Loop) -> Loop:
         if not loop.length:

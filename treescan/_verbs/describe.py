@@ -28,7 +28,8 @@ from .._errors import (
 from .._progress import Progress
 from .._trace.hoist import hoist, is_smooth
 from .._transforms.budget import RematPlan, plan_of
-from .._transforms.program import Arguments, Taken, take
+from .._transforms.call import Arguments
+from .._transforms.program import Taken, take
 from .._transforms.progress import check_progress
 from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
 from .._types import ProgressLike, Remat, RematLike

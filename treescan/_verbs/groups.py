@@ -17,11 +17,11 @@ from .._arguments import check_length, infer_length, resolve_axes
 from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._body.signature import LIFT, Convention
 from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
-from .._loop.transform import Transform
 from .._progress import shown_as
 from .._transforms.axes import spread_axes, static_axes
 from .._transforms.once import ComputeOnce
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
+from .._transforms.transform import Transform
 from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
 from .prepare import Prepared, prepare, recomputing, recording, refuse_report, silent

@@ -26,10 +26,10 @@ from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
 from .._errors import Misuse, describe_body, verb
 from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
-from .._loop.transform import Transform, in_order
 from .._transforms.axes import OverAxes, static_axes
+from .._transforms.call import Arguments, Call
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
-from .._transforms.program import Arguments, Call, Program, execute
+from .._transforms.program import Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.checks import check_rows
@@ -37,6 +37,7 @@ from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
+from .._transforms.transform import Transform, in_order
 from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
@@ -170,9 +171,8 @@ class Prepared:
         """
         program = Program(self.call, in_order(*transforms))
         if self.given.offset is not None:
-            from .._transforms.offset import refuse_options
-
-            refuse_options(program, self.given)
+            for transform in program.transforms:
+                transform.refuse_part(self.call, self.given)
         moves = program.moves or self.given.key is not None
         programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)

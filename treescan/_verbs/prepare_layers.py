@@ -39,9 +39,9 @@ from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
 from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
-from .._loop.transform import Transform
+from .._transforms.call import Arguments, Call
 from .._transforms.outputs import KeepOutputs, MoveOutputs
-from .._transforms.program import Arguments, Call
+from .._transforms.transform import Transform
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt

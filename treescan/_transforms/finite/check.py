@@ -23,12 +23,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
 from ..._errors import Fault, NonFiniteError, TracedMisuse, named_options, speaking_of
 from ..._loop.loop import Loop, Memo, Result, Step, is_jit_disabled
-from ..._loop.transform import Stage
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._tree import short_repr
 from ..nest import in_whole_state
 from ..rows.leaves import any_of_all, on_each_device
+from ..transform import Stage, Transform
 from .case import About, Case, Evidence, OuterSteps, note, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
     GOOD,
@@ -122,7 +122,7 @@ def _known(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Check(abc.ABC):
+class Check(Transform):
     """`check_finite`.
 
     Attributes:
@@ -132,7 +132,6 @@ class Check(abc.ABC):
 
     each: tuple[About, ...]
     returned: bool = False
-    moves = True
     stage: ClassVar[Stage] = Stage.WATCHED
 
     @property

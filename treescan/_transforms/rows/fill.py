@@ -26,10 +26,21 @@ from ..._avals import (
 )
 from ..._errors import Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Result, Step, is_untraced
-from ..._loop.transform import Stage
 from ..._tree import Prefix, leaves_with_path, map_leaves
 from ..axes import spread_prefix
-from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
+from ..call import Arguments, Call
+from ..outputs import (
+    EVERYTHING,
+    LAST,
+    Keep,
+    keep_afterwards,
+    kept_leaves,
+    one_of,
+    refuse_parts_of_keeps,
+    spread_keeps,
+    without_dropped,
+)
+from ..transform import Stage, Transform
 from .axes import spread_batch_axes, with_axes
 from .leaves import mask_of_lengths, pick_steps, select_valid
 
@@ -214,7 +225,7 @@ class RowOutputs(NamedTuple):
 
 
 @dataclass(frozen=True)
-class KeepRows:
+class KeepRows(Transform):
     """Applies `save` to the outputs, for each row separately, and holds outputs whose fill is "hold".
 
     Attributes:
@@ -224,13 +235,21 @@ class KeepRows:
 
     save: Prefix | None
     fill: Prefix
-    moves = True
     stage: ClassVar[Stage] = Stage.HELD
 
     @classmethod
     def of(cls, save: Prefix | None, fill: PyTree) -> KeepRows:
         """With the fill as `check_fill` returns it."""
         return cls(save, Prefix.of(fill))
+
+    def refuse_part(self, call: Call, given: Arguments) -> None:
+        if HOLD in self.fill.leaves:
+            raise Misuse(
+                '{call}: `fill="hold"` cannot be combined with `offset`: the last y of a row may be in another part.',
+                "Give a number, and hold the value in the carry.",
+            )
+        if self.save is not None:
+            refuse_parts_of_keeps(self.save, call, given)
 
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):

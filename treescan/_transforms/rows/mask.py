@@ -22,10 +22,10 @@ from jax.core import Tracer
 from ..._avals import Array, LeafAxes, PyTree
 from ..._cpu.rows import gather_rows, in_one_place, written
 from ..._loop.loop import Feed, Loop, Step, is_untraced, within
-from ..._loop.transform import Stage
 from ..._trace.hoist import is_smooth
 from ..._tree import Prefix, map_leaves
 from ..checkpoint import decides
+from ..transform import Stage, Transform
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .leaves import (
@@ -306,7 +306,7 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
 
 
 @dataclass(frozen=True)
-class Mask:
+class Mask(Transform):
     """Runs the steps of invalid rows on a good pair, and discards their results.
 
     If every step is valid, the loop does not change.
@@ -318,7 +318,6 @@ class Mask:
 
     fill: Prefix
     spelled: str
-    moves = True
     stage: ClassVar[Stage] = Stage.MASKED
 
     @classmethod

@@ -12,11 +12,11 @@ from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axe
 from ..._errors import Misuse
 from ..._loop.loop import Loop, is_untraced
 from ..._loop.run import checks_key_reuse
-from ..._loop.transform import Stage
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
 from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
+from ..transform import Stage, Transform
 from .axes import (
     RowAxes,
     RowFlags,
@@ -32,7 +32,7 @@ from .leaves import lend_rows, mask_of_lengths, without_false_alarms
 
 
 @dataclass(frozen=True)
-class OverRows:
+class OverRows(Transform):
     """`lengths` or `mask`, and the axes: gives each step its mask, and traces the body for the rows that it runs on.
 
     Attributes:
@@ -52,7 +52,6 @@ class OverRows:
     in_axes: LeafAxes | None
     compact: bool | tuple[int, ...]
     others: tuple[str, ...] = ()
-    moves = True
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:

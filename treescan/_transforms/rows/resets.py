@@ -38,11 +38,12 @@ from ..._body.carry import agree
 from ..._errors import Misuse, Row, noted
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.slot import Slot
-from ..._loop.transform import Stage
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
 from ...carries._registry import Adopted, adopt, kind_of
 from ..axes import spread_prefix
+from ..call import Arguments, Call
+from ..transform import Stage, Transform
 from .axes import Begins, RowFlags, spread_carry_axes, with_axes
 from .checks import batch_of
 from .leaves import expand, first_valid, may_branch, pick_steps, select
@@ -211,10 +212,9 @@ def _join(ends: list[Array], inner: Any, *, held: bool) -> PyTree:
 
 
 @dataclass(frozen=True)
-class EndsOfSequences:
+class EndsOfSequences(Transform):
     """A `Packed`: the final carry is that of each sequence, and so is what `save="last"` keeps."""
 
-    moves = True
     stage: ClassVar[Stage] = Stage.ENDED
 
     def __call__(self, loop: Loop) -> Loop:
@@ -311,14 +311,13 @@ def _rows_of(table: Array, numbers: Array, axis: int, leaf: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class BeginSegments:
+class BeginSegments(Transform):
     """`reset_to`, and packed sequences with an init each: what segments begin from, and so each row's first valid step.
 
     A row whose first valid step is flagged is never shown its init. So its loop starts from what it begins from, which
     is what its padding is shown.
     """
 
-    moves = True
     stage: ClassVar[Stage] = Stage.BEGUN
 
     def __call__(self, loop: Loop) -> Loop:
@@ -349,11 +348,28 @@ class BeginSegments:
 
 
 @dataclass(frozen=True)
-class ResetRows:
+class ResetRows(Transform):
     """`resets`: before each step that begins a segment, restores the state that the segment begins from."""
 
-    moves = True
     stage: ClassVar[Stage] = Stage.RESET
+
+    def refuse_part(self, call: Call, given: Arguments) -> None:
+        if given.rows.spans is not None:
+            raise Misuse(
+                "{call}: xs is a `Packed`, whose sequences begin and end in it, so it is no part of a longer run.",
+                "Leave `offset` out. Or scan over its `data`, with its `mask` and `resets`, and give `reset_to`.",
+            )
+        if given.rows.to is None:
+            raise Misuse(
+                "{call}: with `offset`, `init` is the carry of the part before, and `resets` would restore that.",
+                "Say by `reset_to` what they restore.",
+            )
+        if call.reverse:
+            raise Misuse(
+                "{call}: `resets` and `offset` cannot be combined in reverse: where the last segment of a part ends is "
+                "known to the part after it.",
+                "Run the whole loop at once, or run it forward.",
+            )
 
     def __call__(self, loop: Loop) -> Loop:
         if loop.rows.resets is None:

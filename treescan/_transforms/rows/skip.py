@@ -18,11 +18,11 @@ from ..._avals import PyTree, is_key, promoted
 from ..._cpu import backend
 from ..._loop.loop import Feed, Loop, Step, is_untraced
 from ..._loop.sizes import LARGEST, Around, Wish, chunk_size
-from ..._loop.transform import Stage
 from ..._trace.hoist import is_rewriting
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
+from ..transform import Stage, Transform
 from .axes import RowAxes
 from .fill import Idle
 from .leaves import ORDER, SCHEDULE, make_schedule, may_branch, schedule_of_lengths
@@ -121,7 +121,7 @@ class RunLive:
 
 
 @dataclass(frozen=True)
-class Skip:
+class Skip(Transform):
     """`chunk` and `compact`: runs the chunks that hold a valid step, and of these the rows that do.
 
     Attributes:
@@ -131,7 +131,6 @@ class Skip:
 
     chunk: int | None
     compact: bool | tuple[int, ...]
-    moves = True
     stage: ClassVar[Stage] = Stage.SKIPPED
 
     def __call__(self, loop: Loop) -> Loop:

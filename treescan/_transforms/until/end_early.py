@@ -15,12 +15,12 @@ from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
 from ..._errors import BodyFault, Fault, Misuse
 from ..._loop.loop import Body, Feed, Loop, Step, is_untraced
-from ..._loop.transform import Stage
 from ..._tree import Prefix, map_leaves
 from ..axes import count_from
 from ..rows.axes import RowFlags
 from ..rows.leaves import select
 from ..rows.over_rows import OverRows
+from ..transform import Stage, Transform
 from .condition import CallCondition, Condition
 from .reports import TellTaken, show_taken
 from .run import run_while_going
@@ -89,7 +89,7 @@ _FALLING = (1 / 32, 1 / 10, 1 / 5, 1 / 3, 1 / 2, 3 / 4)
 
 
 @dataclass(frozen=True)
-class EndEarly:
+class EndEarly(Transform):
     """Ends a loop early. It becomes a loop over rows that stop independently; one bool is rows of shape [].
 
     Attributes:
@@ -107,7 +107,6 @@ class EndEarly:
     y_axes: Prefix = _LEADS
     in_axes: LeafAxes | None = None
     compact: bool | tuple[int, ...] = False
-    moves = True
     stage: ClassVar[Stage] = Stage.FED
 
     @staticmethod

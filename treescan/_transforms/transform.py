@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from enum import Enum
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
-from .loop import Loop
+from .._loop.loop import Loop
+from .call import Arguments, Call
 
 
 class Stage(Enum):
@@ -45,23 +47,28 @@ class Stage(Enum):
         self.place = len(type(self).__members__)
 
 
-class Transform(Protocol):
+class Transform(ABC):
     """One option of a verb: static, hashable and equal by value. It maps a loop to another.
 
     Attributes:
         stage: where it is among the others.
+        moves: whether there is work around the loop, which an eager call compiles together with it.
     """
 
     stage: ClassVar[Stage]
+    moves: ClassVar[bool] = True
 
-    @property
-    def moves(self) -> bool:
-        """Whether there is work around the loop, which an eager call compiles together with it."""
-        ...
-
+    @abstractmethod
     def __call__(self, loop: Loop, /) -> Loop:
         """The transformed loop; what undoes the transform in its results goes to `Loop.finish`."""
-        ...
+
+    def refuse_part(self, call: Call, given: Arguments) -> None:
+        """Refuses a loop that is a part of a longer run, with an `offset`, if it cannot be run as the whole would be.
+
+        Raises:
+            Fault: for an `ArgumentError`.
+        """
+        del call, given
 
 
 def in_order(*transforms: Transform | None) -> tuple[Transform, ...]:
