@@ -252,7 +252,7 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     assert sorted(imports(tree)) == [(0, "a.b", []), (0, "jax.lax", ["scan"]), (2, "c", ["d"])]
     assert {"jax.lax.scan", "jax.lax.map", "a.b"} <= set(references(tree))
     program = set(own_imports("_transforms.program"))
-    assert {"_loop.loop", "_loop.run", "_body.call", "_transforms.nest"} <= program
+    assert {"_loop.loop", "_loop.run", "_transforms.call", "_transforms.nest"} <= program
     assert "_transforms.program" in set(own_imports("_verbs.prepare"))
 
 

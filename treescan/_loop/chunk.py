@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import PyTree
+from .feed import Slot, slots_of
 from .loop import Feed, Loop, Step
 from .run import in_one_mesh, run
 from .sizes import Around
-from .slot import Slot, slots_of
 
 
 @dataclass(frozen=True)

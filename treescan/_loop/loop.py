@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
-from .slot import Extra
+from .feed import Feed
 
 _T = TypeVar("_T")
 
@@ -166,22 +166,6 @@ def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> 
 
 
 _programs = Memo()
-
-
-class Feed(NamedTuple):
-    """What one step is fed: its slice of xs and, where an option asks for them, further arrays; else None.
-
-    Attributes:
-        x: the slice of xs.
-        position: the step's position in xs.
-        valid: which rows are data in this step.
-        extra: what the slots of options hold, of the step or of a chunk; see `Slot`.
-    """
-
-    x: PyTree
-    position: Any = None
-    valid: Any = None
-    extra: Extra | None = None
 
 
 class Paced(NamedTuple):

@@ -7,8 +7,8 @@ import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
+from .feed import Slot
 from .loop import Loop, Step
-from .slot import Slot
 
 Around: TypeAlias = Callable[[Step, bool], Step]
 """What is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether that step is the

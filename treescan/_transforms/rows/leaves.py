@@ -30,9 +30,9 @@ from ..._avals import (
     varying_axes,
 )
 from ..._cpu.rows import in_one_place
+from ..._loop.feed import Slot
 from ..._loop.loop import Loop
 from ..._loop.run import debugs_nans
-from ..._loop.slot import Slot
 from ..._trace.hoist import is_smooth
 from ..._tree import map_leaves
 

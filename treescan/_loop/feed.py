@@ -1,16 +1,31 @@
-"""Slots: typed places in what a step is fed that belong to one option each. The loop itself knows none of them."""
+"""What a step is fed, and slots: typed places in it that belong to one option each. The loop itself knows none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 
-if TYPE_CHECKING:
-    from .loop import Feed
+from .._avals import PyTree
 
 T = TypeVar("T")
+
+
+class Feed(NamedTuple):
+    """What one step is fed: its slice of xs and, where an option asks for them, further arrays; else None.
+
+    Attributes:
+        x: the slice of xs.
+        position: the step's position in xs.
+        valid: which rows are data in this step.
+        extra: what the slots of options hold, of the step or of a chunk; see `Slot`.
+    """
+
+    x: PyTree
+    position: Any = None
+    valid: Any = None
+    extra: Extra | None = None
 
 
 class Slot(Generic[T]):
