@@ -12,7 +12,6 @@ reverse mode runs our loop, and all other transformations are JAX's own, derivat
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -24,19 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from ..._avals import Array, LeafAxes, PyTree, is_sharded, varying_axes
+from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import Calls, called, called_without_rule, needed, origins, reshards, variables_of
+from ..._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
-from ..._trace.independence import rows_within
-from ..._tree import Part, map_leaves, merge, split
+from ..._tree import Part, merge, split
 from ..remat import saves_steps
-from .axes import RowAxes
-from .guarded import Guarded
-from .leaves import RowMask, Schedule
-from .mask import GoodPair, masked_step
+from .leaves import Schedule
 from .writing import Result, write_chunks
 
 Arrays = list[Any]
@@ -61,25 +56,6 @@ class Record:
         out = eval_jaxpr(self.jaxpr, self.consts, *given, propagate_source_info=True)
         out = [array_of(value, var.aval) for value, var in zip(out, self.jaxpr.outvars, strict=True)]
         return out[: self.states], out[self.states :]
-
-
-@dataclass(frozen=True, eq=False)
-class ShowsGood:
-    """A record of values of padded rows, which shows these rows a good pair instead, as a derivative of it must.
-
-    Attributes:
-        record: the step.
-        axes: where the rows are.
-    """
-
-    record: Record
-    axes: RowAxes
-
-    def __call__(self, consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
-        mask, good = RowMask(feed.valid), consts[0]
-        shown = list(map(mask.select, state, good.state, self.axes.state))
-        new, outputs = self.record(consts, shown, feed._replace(x=map_leaves(mask.select, feed.x, good.x, self.axes.x)))
-        return list(map(mask.select, new, state, self.axes.state)), outputs
 
 
 class Where(NamedTuple):
@@ -108,11 +84,7 @@ class Push:
     consts: Arrays
 
     def at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other."""
-        return jax.tree.unflatten(self.structure, self.read(same, saved, fed))
-
-    def read(self, same: Arrays, saved: Arrays, fed: Arrays) -> Arrays:
-        """The leaves of a step's derivative.
+        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
 
         Args:
             same: what it needs that is the same in all steps, the consts at the end.
@@ -122,7 +94,7 @@ class Push:
         found = {"saved": saved, "fed": fed, "same": same}
         given = [found[kind][place] for kind, place in self.takes]
         found["made"] = eval_jaxpr(self.making, self.consts, *given)
-        return [found[kind][place] for kind, place in self.where]
+        return jax.tree.unflatten(self.structure, [found[kind][place] for kind, place in self.where])
 
 
 class Linearized(NamedTuple):
@@ -135,9 +107,6 @@ class Linearized(NamedTuple):
         saved: the types of what it needs of each step.
         state: which leaves of the state have a tangent.
         y: which leaves of y have one.
-        read: the variables of the record that the tangent reads.
-        on: which leaves of consts, state and x have a tangent.
-        guarded: the tangent where padded rows are shown their own values; None: they are shown others.
     """
 
     record: Record
@@ -146,58 +115,10 @@ class Linearized(NamedTuple):
     saved: list[Any]
     state: tuple[bool, ...]
     y: tuple[bool, ...]
-    read: list[Any]
-    on: tuple[bool, ...]
-    guarded: Guarded | None = None
-
-    def push_at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step as `Push.at` has it, free of what padded rows are shown."""
-        if self.guarded is None:
-            return self.push.at(same, saved, fed)
-        finite = self.guarded.finite(fed[-1], self.push.read(same, saved, fed))
-        return jax.tree.unflatten(self.push.structure, finite)
-
-    def to_transpose(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step, of which nothing is used but the transpose."""
-        if self.guarded is None:
-            return self.push.at(same, saved, fed)
-        return self.guarded.cut(fed[-1], self.push.read(same, saved, fed))
 
 
-def linearize_guarded(loop: Loop, part: Part) -> Linearized:
-    """What `linearize` finds where padded rows are shown their own values.
-
-    Raises:
-        Unproven: if these may reach a derivative.
-    """
-    axes, xs, consts = loop.rows.axes, loop.xs, loop.consts
-    if not (isinstance(consts, tuple) and isinstance(consts[0], GoodPair)) or consts[0].consts:
-        raise Unproven("rows share what changes")
-    if len(consts[0].state) != len(jax.tree.leaves(loop.state)):
-        raise Unproven("an option has added to the state")
-    if any(flags is not None for flags in (xs.reset, xs.cut, xs.cut_shared, xs.end)):
-        raise Unproven("an option changes what padded rows are shown")
-    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
-    guarding = loop.having(step=masked_step(loop.step, stands_in=False, guards=True))
-    found = linearize(guarding, part, guards=True)
-    given, rows = (*axes.consts, *axes.state, *axes.x, *others, 0), xs.valid.shape[1]
-    known = rows_within(found.record.jaxpr, given, rows)
-    if known is None:
-        raise Unproven("rows may meet in the step")
-    places = tuple(None if hasattr(var, "val") else known.get(var) for var in found.read)
-    types = [var.aval for var in split(found.on, found.record.jaxpr.invars)[0]]
-
-    def push(read: Arrays, *tangents: Array) -> Arrays:
-        return list(jax.tree.unflatten(found.push.structure, read)(*tangents))
-
-    read = [var.aval for var in found.read]
-    shown = sum(leaf.size for leaf in jax.tree.leaves((loop.state, one_step(xs.x))))
-    tangents = types, split(found.on, given)[0]
-    return found._replace(guarded=Guarded.of(push, read, places, tangents, rows=rows, shown=shown))
-
-
-def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
-    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one; `guards` is that of the step.
+def linearize(loop: Loop, part: Part) -> Linearized:
+    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
 
     Raises:
         Unproven: if a key would have to be saved.
@@ -223,11 +144,7 @@ def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    into: Calls = called_without_rule
-    if guards:
-        axes: RowAxes = loop.rows.axes
-        into = _into(closed.jaxpr, on, (*axes.consts, *axes.state, *axes.x))
-    return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on, into)
+    return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on)
 
 
 def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -249,7 +166,6 @@ def _parted(
     bounds: tuple[int, int],
     on: tuple[bool, ...],
     y_on: tuple[bool, ...],
-    into: Calls,
 ) -> Linearized:
     jaxpr, (first, last) = closed.jaxpr, bounds
     count = last - first + len(y_on)
@@ -260,7 +176,7 @@ def _parted(
     fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
     selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
     saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
-    known = zip(origins(jaxpr, jaxpr.invars, into)[count:], jaxpr.outvars[count:], strict=True)
+    known = zip(origins(jaxpr, jaxpr.invars, called_without_rule)[count:], jaxpr.outvars[count:], strict=True)
     read = [var if origin is None else origin for origin, var in known]
     for var in read:
         if hasattr(var, "val") or var not in varying:
@@ -287,25 +203,7 @@ def _parted(
         [var.aval for var in saved],
         on[first:last],
         y_on,
-        read,
-        on,
     )
-
-
-def _into(jaxpr: Any, on: tuple[bool, ...], axes: LeafAxes) -> Calls:
-    """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`.
-
-    It is left in the trace of a tangent for inputs that have none; and no other call reads such an input directly.
-    """
-    leaves = zip(jaxpr.invars, on, axes, strict=False)  # the others are what steps are fed beside x
-    without = [var for var, is_on, axis in leaves if not is_on and axis is not None and is_smooth(var.aval)]
-    valid = jaxpr.invars[-1]
-
-    def called_or_guarded(equation: Any) -> tuple[Any, list[Any]] | None:
-        ours = len(equation.invars) == 2 and equation.invars[1] is valid and equation.invars[0] in without
-        return called(equation) if ours else called_without_rule(equation)
-
-    return called_or_guarded
 
 
 _SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
@@ -355,7 +253,7 @@ def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
     return run_chunked(dataclasses.replace(loop, step=step, xs=xs), (level,))
 
 
-def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: bool) -> tuple[Any, Any]:
+def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
     """The results of a loop and their tangents. What these need of each step is saved.
 
     Args:
@@ -363,7 +261,6 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
         size: the steps of a chunk.
         idle: the outputs of steps that are not run, `[T, ...]`.
         tangents: those of (consts, state, xs).
-        apart: whether rows are known to be independent.
 
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
@@ -377,9 +274,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
     part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
-    found, axes = _linearized(dataclasses.replace(loop, xs=fed), part, apart=apart), loop.rows.axes
+    found = linearize(dataclasses.replace(loop, xs=fed), part)
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
-    shows = found.guarded is not None
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = fed._replace(schedule=schedule)
@@ -395,7 +291,6 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
 
         def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
             loop = recording(consts, state, fed, schedule)
-            loop = loop.having(step=ShowsGood(record, axes)) if shows else loop
             return stack_chunks(loop, size, outputs)
 
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
@@ -406,13 +301,6 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
     going_in = _tangents(given, found, part, d_on)
     d_state, d_ys = _solve(bare, found, going_in, (written[count:], jax.tree.leaves(fed)), schedule, size)
     return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
-
-
-def _linearized(loop: Loop, part: Part, *, apart: bool) -> Linearized:
-    if apart:
-        with contextlib.suppress(Unproven):
-            return linearize_guarded(loop, part)
-    return linearize(loop, part)
 
 
 def _zeros(loop: Loop, aval: Any) -> Array:
@@ -454,7 +342,7 @@ def _solve(
     """What goes out of a linear loop, given what goes in. `read` is what its steps have saved, and were fed."""
     same, (saved, fed) = found.same, read
     # JAX fails on the tangent of what a linear loop is given and does not read.
-    used = {*found.push.where, *found.push.takes, *([] if found.guarded is None else [Where("fed", len(fed) - 1)])}
+    used = {*found.push.where, *found.push.takes}
     same = [leaf if Where("same", place) in used else None for place, leaf in enumerate(same)]
     read = saved, [leaf if Where("fed", place) in used else None for place, leaf in enumerate(fed)]
     found = found._replace(same=[])  # a step may not hold tracers
@@ -464,7 +352,7 @@ def _solve(
     def run_push(given: _In) -> _Out:
         def step(consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
             (same, d_consts), (saved, fed, d_x) = consts, feed.x
-            out = found.push_at(same, saved, fed)(*d_consts, *state, *d_x)
+            out = found.push.at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
         xs, consts = Feed((*read, given.xs), schedule=schedule), (same, given.consts)
@@ -474,7 +362,7 @@ def _solve(
     def pull(cotangents: _Out) -> _In:
         def step(same: Arrays, carried: Any, feed: Feed) -> tuple[Any, Arrays]:
             (d_consts, d_state), (saved, fed, d_y) = carried, feed.x
-            back = jax.linear_transpose(found.to_transpose(same, saved, fed), *types)([*d_state, *d_y])
+            back = jax.linear_transpose(found.push.at(same, saved, fed), *types)([*d_state, *d_y])
             more, d_state, d_x = (list(back[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
             return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
 
