@@ -72,7 +72,6 @@ _SHARES = {  # of the slow tests of these modules one in so many runs in CI
     "test_flags": 10,
     "test_flax_rnn": 3,
     "test_flax_scan": 4,
-    "test_guarded": 6,
     "test_handed_on": 6,
     "test_in_place": 3,
     "test_key_reuse": 3,

@@ -120,9 +120,9 @@ OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
 
 
 REWRITING = {
-    "_cpu.writes", "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget",
+    "_cpu.writes", "_trace.cost", "_trace.dependence", "_transforms.budget",
     "_transforms.in_bulk", "_transforms.products", "_transforms.remat", "_transforms.rows.compact",
-    "_transforms.rows.guarded", "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.rows.writing",
+    "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.rows.writing",
 }  # fmt: skip
 
 

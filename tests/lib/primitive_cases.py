@@ -36,10 +36,12 @@ NUMBERS = INEXACT + INTEGERS
 # Tables.
 
 
-# They read traces and rewrite none; `test_independence.py` has the names of the first, and what the others make of a
+# They read traces and rewrite none; `test_finite_blame.py` has the names of the first, and what the others make of a
 # trace is compared with what XLA allocates (`test_plan_bytes.py`, `test_describe.py`).
-_REWRITE_NOTHING = frozenset({"independence", "blame", "guarded"})  # the last has tests of its own: test_guarded.py
-_TABLES_THAT_REWRITE_NOTHING = frozenset({"cost._SAME", "cost._FUSED", "cost._WRITES_INTO", "dependence._FORMS"})
+_REWRITE_NOTHING = frozenset({"blame"})
+_TABLES_THAT_REWRITE_NOTHING = frozenset(
+    {"cost._SAME", "cost._FUSED", "cost._WRITES_INTO", "dependence._FORMS", "over_rows._FOR_DATA_ALONE"}
+)
 _NAMES_OF_VALUES = "name"  # the primitive that a policy of JAX refers to
 
 

@@ -412,20 +412,22 @@ def test_what_all_rows_share_is_not_copied():
     assert selections(functools.partial(decode, 0), left, cache, shape="f32[8,33]") > 0
 
 
-def test_rows_that_are_independent_are_shown_what_they_keep():
-    """One selection per leaf and step, where a body that might mix rows needs two."""
+def test_rows_that_have_stopped_are_shown_what_they_keep():
+    """One selection per leaf and step, where a body that takes `valid` needs two."""
 
-    def run(mix, left, h):
-        def body(carry, _):
-            left, h = carry
-            mean = jnp.mean(h, axis=0, keepdims=True) if mix else 0.5
-            return (left - 1, jnp.tanh(h + mean)), None
+    def plain(carry, _):
+        left, h = carry
+        return (left - 1, jnp.tanh(h + 0.5)), None
 
+    def told(carry, _, *, valid):
+        left, h = carry
+        return (left - 1, jnp.tanh(h + jnp.sum(h * valid[:, None].astype(h.dtype), axis=0))), None
+
+    def run(body, left, h):
         return while_scan(lambda carry: carry[0] > 0, body, (left, h), max_length=64).carry
 
     given = jnp.arange(8.0), jnp.ones((8, 33))
-    apart, mixed = (selections(functools.partial(run, mix), *given, shape="f32[8,33]") for mix in (False, True))
-    assert (apart, mixed) == (1, 3)
+    assert [selections(functools.partial(run, body), *given, shape="f32[8,33]") for body in (plain, told)] == [1, 3]
 
 
 def test_a_cache_that_all_rows_share_is_not_copied_for_a_body_that_decides():

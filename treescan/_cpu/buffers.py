@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .._avals import bytes_of
-from .._trace import independence
+from .._trace.blame import ELEMENTWISE
 from .._trace.cost import TRANSCENDENTAL
 from .._trace.equations import interpret, loop_of, opened, origins
 
@@ -21,7 +21,7 @@ _SAME = frozenset(
     {"copy", "expand_dims", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary", "reshape",
      "sharding_constraint", "squeeze", "stop_gradient"}
 )  # fmt: skip
-_FUSED = independence.ELEMENTWISE - {
+_FUSED = ELEMENTWISE - {
     "acos", "acosh", "asin", "asinh", "atan", "atanh", "complex", "conj", "copy", "digamma", "lgamma", "name",
     "nextafter", "stop_gradient",
 } | {

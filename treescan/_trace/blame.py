@@ -20,13 +20,28 @@ from .._errors import is_library_file, shorten
 from .._tree import replaced
 from .equations import alone, equations_within, interpret, jaxprs_within, opened
 from .hoist import is_smooth
-from .independence import ELEMENTWISE
 
 MADE, UNSURE = 1, 2
 """The bits of an operation: it made what is blamed; what it was given may have made it, or other things given to it."""
 
 _SELECTING = frozenset({"clamp", "max", "min", "reduce_max", "reduce_min"})
 """Primitives whose result is one of the elements that they are given."""
+
+
+# fmt: off
+ELEMENTWISE = frozenset(
+    {
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
+        "clamp", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf",
+        "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le",
+        "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "mul", "name", "ne", "neg", "nextafter", "not",
+        "one_minus_square", "or",
+        "pow", "real", "reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt",
+        "square", "stop_gradient", "sub", "tan", "tanh", "xor",
+    }
+)
+# fmt: on
+"""Primitives that compute each element of their one result from the elements in its place."""
 
 # fmt: off
 _LINEAR = frozenset(

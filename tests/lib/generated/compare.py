@@ -125,6 +125,7 @@ def _stack(program: Program, elements: list[Element]) -> tuple[Any, ...]:
 def _check_set(
     program: Program, plain: Plain, values: Any, compiled: Any, elements: list[Element], rng: Any, types: Any
 ) -> Any:
+    names = plain.names
     given = _stack(program, elements)
     if program.context != "jit":
         given = jax.tree.map(jnp.asarray, given)
@@ -138,7 +139,11 @@ def _check_set(
             types = jax.eval_shape(lambda *given: values(*given, None, None)["out"], *given)
     with _explained(program), jax.disable_jit(program.context == "disable_jit"):
         cots = [_random(rng, t) for t in jax.tree.leaves(types) if inexact(t)]
+        names["SEEN"].clear()
         found = jax.block_until_ready(compiled(*given, cots, tangents))
+        jax.effects_barrier()
+        if not all(names["SEEN"]):
+            raise Failure("an effect saw padding")
     left = iter(map(np.asarray, cots))
     all_cots = [next(left) if inexact(t) else None for t in jax.tree.leaves(types)]
     own = [[None if c is None else c[i] if program.outer else c for c in all_cots] for i in range(len(elements))]

@@ -9,7 +9,7 @@ import numpy as np
 
 from .programs import Leaf, Program, Type
 
-PADDING = {"nan": np.nan, "zero": 0.0, "inf": np.inf}
+PADDING = {"nan": np.nan, "zero": 0.0, "inf": np.inf, "minus one": -1.0}
 
 
 class Flags(NamedTuple):
@@ -85,9 +85,10 @@ def random_flags(rng: np.random.Generator, program: Program) -> Flags:
 
 def _spoil(rng: np.random.Generator, program: Program, kind: Type, array: np.ndarray, bad: np.ndarray) -> np.ndarray:
     """The array with padding where `bad`, which broadcasts."""
-    if program.padding == "random" or kind.kind in "ib":
+    if program.padding == "random" or kind.kind == "b":
         return array
-    return np.where(bad, np.asarray(PADDING[program.padding], array.dtype), array)
+    value = -1 if kind.kind == "i" else PADDING[program.padding]
+    return np.where(bad, np.asarray(value, array.dtype), array)
 
 
 def _expand(flags: np.ndarray, axis: int, rank: int, batch: int) -> np.ndarray:

@@ -248,6 +248,19 @@ def constant(g: Builder) -> Value:
     return g.emit(text, [], False, (size,))
 
 
+def across_rows(g: Builder) -> Value:
+    """Rows meet in zero, by multiplication with the mask: a NaN of padding would be left of it."""
+    valid, a = g.values_of(["valid"]), g.pick(lambda t: t.rows)
+    mask, axes = g.lifted(1, valid.type, len(a.type.shape)), tuple(range(len(g.batch)))
+    return g.emit(f"{{0}} + 0 * jnp.sum({{0}} * {mask}.astype(dtype), axis={axes})", [a, valid], None, a.type.shape)
+
+
+def for_data_alone(g: Builder) -> Value:
+    """What padded rows may only be given good values for: see `PRELUDE`."""
+    a = g.pick()
+    return g.emit(g.choice(["halved({0})", "observed({0})", "own_vjp({0})"]), [a], None, a.type.shape)
+
+
 def random_of_key(g: Builder) -> Value:
     key, size = g.pick(lambda t: not t.rows, "k"), g.size()
     shape = g.choice([(), (size,)])
@@ -258,5 +271,5 @@ OPERATIONS: list[tuple[int, Operation]] = [
     (12, unary), (14, binary), (4, ternary), (6, scalar_add), (5, along), (6, reduce), (4, divide_by_positive), (2, to_real),
     (1, to_complex), (2, low_precision), (2, to_int), (2, of_int), (1, one_hot), (1, on_ints), (1, compare), (2, select),
     (2, lookup), (1, element), (2, dynamic), (3, piece), (3, join), (2, stack), (2, reshape), (2, spread), (1, constant),
-    (4, random_of_key),
+    (4, random_of_key), (4, across_rows), (1, for_data_alone),
 ]  # fmt: skip

@@ -55,12 +55,12 @@ def draw_program(draw: Draw) -> Program:
         batch, dtype, steps, tuple(carry), tuple(xs), tuple(weights),
         tuple(g.body), nxt, ys, verb, mode=mode, outer=outer, keyed=keyed, valid=valid,
         context=choice(draw, ["jit"] * 27 + ["eager"] * 2 + ["disable_jit"]),
-        padding=choice(draw, ["nan", "zero", "inf", "random"]), seed=draw.integer(0, 999),
+        padding=choice(draw, ["nan", "zero", "inf", "random", "minus one"]), seed=draw.integer(0, 999),
     )  # fmt: skip
     text = " ".join(instruction.text for instruction in program.body)
     if "vjp" in text:  # JAX has no forward mode for these
         program = _without_modes(program, "jvp", "hvp")
-    if "stop_gradient" in text:  # as for `truncate`
+    if "stop_gradient" in text or "halved" in text:  # as for `truncate`
         program = _without_modes(program, "hvp")
     if "conv_general_dilated" in text and outer and verb == "while_scan":  # mapped ones of XLA let a NaN through
         program = program.replace(padding="random")

@@ -196,7 +196,10 @@ class Builder:
 
     def values_of(self, names: Sequence[str]) -> Value:
         """One of the values with these names."""
-        return self.choice([v for v in self.values if v.name in names])
+        fit = [v for v in self.values if v.name in names]
+        if not fit:
+            raise NotPossible
+        return self.choice(fit)
 
     def emit(self, text: str, reads: Sequence[Value], rows: bool | None, shape: Any, kind: str = "f", op: str = ""):
         """A new value; with rows where anything that it reads has some, if it is not said."""

@@ -32,6 +32,23 @@ def own_vjp(a):
 own_vjp.defvjp(lambda a: (jnp.sin(a), a), lambda a, t: (t * jnp.cos(a),))
 
 
+def halved(a):
+    # In a loop that goes on where padding is infinite, and then makes all rows NaN.
+    going = lambda s: jnp.any(jnp.abs(s[0]) > 1) & (s[1] < 5000)
+    step = lambda s: (jnp.where(jnp.abs(s[0]) > 1, s[0] / 2, s[0]), s[1] + 1)
+    a, steps = jax.lax.while_loop(going, step, (jax.lax.stop_gradient(a), 0))
+    return jnp.where(steps < 5000, a, jnp.nan)
+
+
+SEEN = []
+
+
+def observed(a):
+    # An effect that notes what it is shown.
+    jax.debug.callback(lambda a: SEEN.append(bool(jnp.isfinite(a).all())), a)
+    return a
+
+
 @jax.custom_vjp
 def own_vjp_of_two(a, b):
     return jnp.sin(a) * b

@@ -1,4 +1,4 @@
-"""Finds the axes of the batch in each leaf, from prefix trees, checks them, and asks whether rows stay apart."""
+"""Finds the axes of the batch in each leaf, from prefix trees, and checks them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import jax
 from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, shape_of
 from ..._body.carry import call_hook
 from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
-from ..._loop.loop import Feed, Loop
-from ..._trace.hoist import Hoisted, Traced
+from ..._loop.loop import Loop
+from ..._trace.hoist import Hoisted
 from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str, split
 from ...carries._base import AbstractCarry, describe_class, is_carry
 from ..axes import spread_axes
@@ -85,8 +85,8 @@ class Rows(NamedTuple):
         given: what the verb was told of them.
         was_fixed: for each leaf of the user's state whether it left the state, as no step changes it.
         begins: where segments begin, and from what; None: from `init`, where `resets` are set.
-        apart: whether the trace of the body proves that it treats rows independently.
         tiers: the numbers of rows that the body was traced for; one where rows are not ordered.
+        own_values: whether padded rows see their own values where nothing is differentiated.
     """
 
     axes: RowAxes
@@ -99,13 +99,13 @@ class Rows(NamedTuple):
     given: RowFlags = RowFlags()
     was_fixed: tuple[bool, ...] = ()
     begins: Begins | None = None
-    apart: Callable[[], bool] = lambda: False
     tiers: tuple[int, ...] = (0,)
+    own_values: bool = False
 
 
 def without_arrays(rows: Rows) -> Rows:
     """Where the rows are, without arrays, because rules for derivatives must not contain tracers."""
-    return rows._replace(resets=None, begins=None, given=RowFlags(), apart=Rows._field_defaults["apart"])
+    return rows._replace(resets=None, begins=None, given=RowFlags())
 
 
 def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
@@ -291,27 +291,6 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
         "field that holds a custom carry has 0 or None.",
         describe_class(type(node)),
     )
-
-
-def not_proven() -> bool:
-    """What is known of a body whose trace does not tell how it treats rows."""
-    return False
-
-
-def proof_of(traced: Traced, axes: RowAxes, xs: Feed) -> Callable[[], bool]:
-    """What tells whether a body treats rows independently, whatever their number, for a single axis of rows."""
-    if xs.valid is None or xs.valid.ndim != 2 or None in (*axes.state, *axes.x):
-        return not_proven
-    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
-    given, returned = (*axes.consts, *axes.state, *axes.x, *others, 0), (*axes.state, *axes.y)
-    programs = [(jaxpr.jaxpr, shapes[len(given) - 1][0]) for shapes, jaxpr in traced.jaxprs.items()]
-
-    def prove() -> bool:
-        from ..._trace.independence import keeps_rows_apart
-
-        return all(keeps_rows_apart(jaxpr, given, returned, rows) for jaxpr, rows in programs)
-
-    return prove
 
 
 def rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:

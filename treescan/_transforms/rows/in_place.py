@@ -20,7 +20,6 @@ import jax
 
 from ..._avals import Array, PyTree, stacked_type, vary_over, varying_axes
 from ..._loop.loop import Feed, Loop
-from ..._loop.run import debugs_nans
 from ..._trace.hoist import Unproven, push_plainly
 from ..checkpoint import is_remat3
 from ..nest import plan
@@ -50,8 +49,7 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
     fits = chunks and not is_remat3() and not changed
-    apart = loop.rows.apart() and not debugs_nans()
-    return loop.having(runner=InPlace(tiers, apart, saves)) if fits else loop
+    return loop.having(runner=InPlace(tiers, loop.rows.own_values, saves)) if fits else loop
 
 
 def _without_arrays(loop: Loop) -> Loop:
@@ -68,12 +66,12 @@ class InPlace:
 
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        drops_stand_ins: whether padded rows may be shown their own values; see `mask.masked_step`.
+        own_values: whether padded rows are shown their own values, unless something is differentiated.
         saves: whether the gradient saves each step, in place too, if it may; else it is that of the loop that stacks.
     """
 
     tiers: tuple[int, ...]
-    drops_stand_ins: bool
+    own_values: bool
     saves: bool
 
     def __call__(self, loop: Loop) -> Result:
@@ -83,16 +81,14 @@ class InPlace:
         empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
         stacked, loop = (_without_arrays(empty.put_into(each)) for each in (stacked, loop))
         plain = loop.step
-        step = masked_step(loop.step, stands_in=False) if self.drops_stand_ins else loop.step
+        step = masked_step(loop.step, stands_in=False) if self.own_values else loop.step
         loop = loop.having(step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
             if self.saves and len(levels) == 1:
                 whole = primals[0].put_into(stacked.having(step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
-                    return push_forward(
-                        whole, levels[0].size, self._outputs(whole), tangents[0], apart=self.drops_stand_ins
-                    )
+                    return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
 
             def stack(given: _Given) -> Result:
                 return run_keeping(given.put_into(stacked), levels, keeps)
@@ -104,7 +100,7 @@ class InPlace:
         return function(given)
 
     def _run(self, loop: Loop, size: int) -> Result:
-        if self.drops_stand_ins and len(self.tiers) == 1:
+        if self.own_values and len(self.tiers) == 1:
             loop = loop.having(consts=without_pairs(loop.consts))
         products = has_large_products(loop.trace.jaxpr)
         return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.rows.axes, products=products)

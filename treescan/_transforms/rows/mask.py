@@ -22,7 +22,6 @@ from jax.core import Tracer
 from ..._avals import Array, LeafAxes, PyTree
 from ..._cpu.rows import gather_rows, in_one_place, written
 from ..._loop.loop import Feed, Loop, Step, is_untraced, within
-from ..._trace.hoist import is_smooth
 from ..._tree import Prefix, map_leaves
 from ..checkpoint import decides
 from ..transform import Stage, Transform
@@ -173,7 +172,6 @@ class Masked:
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
         stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
-        guards: whether these, and the consts, then have no tangents in padded rows; see `guarded`.
         branches: whether the step runs in a branch that is only taken where some row is valid.
         decides: whether the body compares what it computes, or chooses among it: what is selected for it is `written`
             first, so that XLA compiles the body as it would without the mask.
@@ -187,7 +185,6 @@ class Masked:
     y_axes: Prefix
     fill: Prefix
     stands_in: bool = True
-    guards: bool = False
     branches: bool = False
     decides: bool = False
     masks: bool = True
@@ -208,12 +205,6 @@ class Masked:
                 consts = jax.tree.unflatten(structure, leaves)
             shown_x = self._show(mask, x, good.x, self.x_axes)
             feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
-        elif self.guards:
-            consts, shown, x = (
-                map_leaves(lambda leaf, axis: guarded(valid, leaf, axis), tree, axes)
-                for tree, axes in ((consts, self.const_axes), (state, self.carry_axes), (feed.x, self.x_axes))
-            )
-            feed = feed._replace(x=x)
         returned, y = self.step(consts, shown, feed)
         kept = [
             old if new is seen else mask.select(new, old, axis)
@@ -237,28 +228,10 @@ class Masked:
         return map_leaves(mask.select, y, fill_leaves(self.fill, y), axes)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _guarded(leaf: Array, valid: Array, axis: int) -> Array:
-    del valid, axis
-    return leaf
-
-
-@_guarded.defjvp
-def _guarded_rule(axis: int, primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    leaf, tangent = primals[0], tangents[0]
-    return leaf, RowMask(primals[1]).select(tangent, jnp.zeros((), tangent.dtype), axis)
-
-
-def guarded(valid: Array, leaf: Array, axis: int | None) -> Array:
-    """A leaf itself, whose first derivative has zeros in rows that are not valid."""
-    return leaf if axis is None or not is_smooth(leaf) else _guarded(leaf, valid, axis)
-
-
 def masked_step(step: Step, **changes: bool) -> Step:
     """A masked step with other flags: see the attributes of `Masked`.
 
-    Without `stands_in` it is for a loop that is not differentiated. The results of a padded row are discarded. If the
-    body treats rows independently, only a gradient can show what the row was given.
+    Without `stands_in` it is for a loop that is not differentiated, and whose rows have `own_values`.
 
     Args:
         step: a `Masked` step, or others around it, each of which has the inner one as its `step`.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
 from ..._errors import Misuse
 from ..._loop.loop import Loop, is_untraced
-from ..._loop.run import checks_key_reuse
+from ..._loop.run import checks_key_reuse, debugs_nans
+from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
@@ -21,8 +23,6 @@ from .axes import (
     RowAxes,
     RowFlags,
     Rows,
-    not_proven,
-    proof_of,
     rows_of,
     rows_of_x,
     spread_batch_axes,
@@ -62,7 +62,7 @@ class OverRows(Transform):
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
-        unchanged, apart = None, not_proven
+        unchanged = None
         if is_untraced(loop):
             hoisted, before = flatten_only(loop), loop
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
@@ -82,12 +82,11 @@ class OverRows(Transform):
 
                 tiers = fewer_tiers(tiers, hoisted.jaxpr) if self.compact is True else tiers
                 trace_tiers(hoisted, loop, axes, tiers)
-            apart = proof_of(hoisted.traced, axes, loop.xs)
             hoisted = lift(hoisted)
         rows = rows_of(hoisted, axes, y_axes)._replace(
-            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed, apart=apart
+            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed
         )
-        rows = rows._replace(tiers=tiers)
+        rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(hoisted, rows.axes))
         loop = hoisted.loop.having(trace=hoisted, rows=rows)
         return loop.finished(lambda state: _restored(hoisted, rows, state))
 
@@ -155,6 +154,28 @@ def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ..
         )
     if compact:
         refuse_with_refs("compact")
+
+
+_FOR_DATA_ALONE = frozenset({"ffi_call", "pallas_call", "pure_callback", "while"})
+"""Primitives that may fail on what is no data, or never end. Other callbacks are effects."""
+
+
+def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
+    """The contract of `mask_scan`: whether padded rows see their own values where nothing is differentiated.
+
+    Their results are discarded, and the body treats rows independently. So only a gradient could show what they saw.
+    Rows may meet where the body reads the mask, which is its last input, and in leaves that all of them share.
+    """
+    jaxpr = hoisted.jaxpr
+    may_meet = None in (*axes.state, *axes.x) or any(jaxpr.invars[-1] in each.invars for each in jaxpr.eqns)
+    for_data_alone = any(map(_is_for_data_alone, equations_within(jaxpr)))
+    return not (may_meet or for_data_alone or hoisted.effects or hoisted.reverse_rule or debugs_nans())
+
+
+def _is_for_data_alone(equation: Any) -> bool:
+    if equation.primitive.name == "conv_general_dilated":  # XLA maps one in float64 by adding other rows times zero
+        return bool(equation.outvars[0].aval.dtype == np.float64)
+    return equation.primitive.name in _FOR_DATA_ALONE
 
 
 def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:

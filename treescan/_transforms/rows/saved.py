@@ -1,20 +1,23 @@
 """The derivative of a masked loop that saves its steps: what they save is written in place, and read where it lies.
 
 JAX differentiates a branch by returning from it what its derivative needs. In a loop over chunks this is copied out of
-the branch, into the stack of the loop around, and back for the branch of the derivative. Measured, that takes up to
-four times as long as a loop without branches. So here the loop carries arrays for all steps, and a step writes there
-what its derivative needs. The derivative is a loop in reverse that reads it step by step, and skips the same chunks.
+the branch, into the stack of the loop around, and back for the branch of the derivative. Measured, the gradient of a
+CRF, of CTC or of an average then takes 1.2 to 1.6 times as long. What is here does the same in three parts:
 
-JAX cannot be told how to transpose a function but by `jax.lax.custom_linear_solve`: it takes a linear equation, how to
-solve it, and how to solve the transposed one. The equation is `out - push(in) = b`, whose solution is the tangent. So
-reverse mode runs our loop, and all other transformations are JAX's own, derivatives of derivatives too.
+1. `linearize` splits a step in two: one that also returns what its derivative needs (`Record`), and its tangent, which
+   reads that (`Push`). JAX does it for one step; which of that is worth saving is decided here.
+2. The loop runs the first with arrays for all steps, in which each step writes what it saves.
+3. The tangent of the loop is a loop of the second, which reads them step by step. Its transpose is that loop in
+   reverse. Both skip the chunks that the loop has skipped.
+
+For this file to go, JAX would have to offer one of two things: a branch whose derivative reads what the branch was
+given where it lies, without copies; or a derivative of `jax.lax.scan` that is told where a step writes what it saves.
+`_trace/transposed.py` says what it would have to offer for the third part alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,28 +27,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from ..._avals import Array, LeafAxes, PyTree, is_sharded, varying_axes
+from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
-from ..._loop.feed import of_steps
 from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import Calls, called, called_without_rule, needed, origins, reshards, variables_of
+from ..._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
-from ..._trace.independence import rows_within
-from ..._tree import Part, map_leaves, merge, split
+from ..._trace.transposed import with_transpose
+from ..._tree import Part, merge, split
 from ..remat import saves_steps
-from .axes import RowAxes
-from .guarded import Guarded
-from .leaves import SCHEDULE, RowMask, Schedule
-from .mask import GoodPair, masked_step
+from .leaves import SCHEDULE, Schedule
 from .writing import Result, write_chunks
 
 Arrays = list[Any]
 
 
+# One step, and its tangent.
+
+
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A step that returns, after its outputs, what its derivative needs and no other step has.
+    """A step that returns, after its outputs, what its tangent needs and no other step has.
 
     Attributes:
         jaxpr: (consts, state, feed) to (state, y, what is saved), open.
@@ -64,27 +66,8 @@ class Record:
         return out[: self.states], out[self.states :]
 
 
-@dataclass(frozen=True, eq=False)
-class ShowsGood:
-    """A record of values of padded rows, which shows these rows a good pair instead, as a derivative of it must.
-
-    Attributes:
-        record: the step.
-        axes: where the rows are.
-    """
-
-    record: Record
-    axes: RowAxes
-
-    def __call__(self, consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
-        mask, good = RowMask(feed.valid), consts[0]
-        shown = list(map(mask.select, state, good.state, self.axes.state))
-        new, outputs = self.record(consts, shown, feed._replace(x=map_leaves(mask.select, feed.x, good.x, self.axes.x)))
-        return list(map(mask.select, new, state, self.axes.state)), outputs
-
-
 class Where(NamedTuple):
-    """Where a leaf of a step's derivative is: which of what is saved, fed, made of that, or the same in all steps."""
+    """Where a leaf of a step's tangent is: the place among what is "same" in all steps, "saved", or "made" again."""
 
     kind: str
     place: int
@@ -95,35 +78,27 @@ class Push:
     """The tangent of one step: from those of consts, state and x to those of state and y.
 
     Attributes:
-        structure: of the derivative, whose leaves are arrays.
+        structure: of the tangent, a function whose leaves are arrays.
         where: for each of these leaves where it is.
-        making: an open jaxpr that selects, from what steps are fed, what the derivative reads and is not saved.
-        takes: for each input of that where it is.
+        making: an open jaxpr that makes some of them again, from the consts and the feed.
         consts: what that closes over.
     """
 
     structure: Any
     where: tuple[Where, ...]
     making: Any
-    takes: tuple[Where, ...]
     consts: Arrays
 
-    def at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other."""
-        return jax.tree.unflatten(self.structure, self.read(same, saved, fed))
-
-    def read(self, same: Arrays, saved: Arrays, fed: Arrays) -> Arrays:
-        """The leaves of a step's derivative.
+    def at(self, same: tuple[Arrays, Arrays], saved: Arrays, fed: Arrays) -> Any:
+        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
 
         Args:
-            same: what it needs that is the same in all steps, the consts at the end.
+            same: what is the same in all steps: what the tangent reads, and the consts that `making` does.
             saved: what the step saved.
-            fed: what it was fed.
+            fed: what it was fed, of that what `making` reads.
         """
-        found = {"saved": saved, "fed": fed, "same": same}
-        given = [found[kind][place] for kind, place in self.takes]
-        found["made"] = eval_jaxpr(self.making, self.consts, *given)
-        return [found[kind][place] for kind, place in self.where]
+        found = {"same": same[0], "saved": saved, "made": eval_jaxpr(self.making, self.consts, *same[1], *fed)}
+        return jax.tree.unflatten(self.structure, [found[kind][place] for kind, place in self.where])
 
 
 class Linearized(NamedTuple):
@@ -132,73 +107,24 @@ class Linearized(NamedTuple):
     Attributes:
         record: the step that returns what its tangent needs.
         push: the tangent.
-        same: what that needs and is the same in all steps.
-        saved: the types of what it needs of each step.
+        same: what that reads and is the same in all steps, as `Push.at` takes it.
+        saved: the types of what a step saves.
+        fed: the leaves of the feed that it reads.
         state: which leaves of the state have a tangent.
         y: which leaves of y have one.
-        read: the variables of the record that the tangent reads.
-        on: which leaves of consts, state and x have a tangent.
-        guarded: the tangent where padded rows are shown their own values; None: they are shown others.
     """
 
     record: Record
     push: Push
-    same: Arrays
+    same: tuple[Arrays, Arrays]
     saved: list[Any]
+    fed: list[int]
     state: tuple[bool, ...]
     y: tuple[bool, ...]
-    read: list[Any]
-    on: tuple[bool, ...]
-    guarded: Guarded | None = None
-
-    def push_at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step as `Push.at` has it, free of what padded rows are shown."""
-        if self.guarded is None:
-            return self.push.at(same, saved, fed)
-        finite = self.guarded.finite(fed[-1], self.push.read(same, saved, fed))
-        return jax.tree.unflatten(self.push.structure, finite)
-
-    def to_transpose(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step, of which nothing is used but the transpose."""
-        if self.guarded is None:
-            return self.push.at(same, saved, fed)
-        return self.guarded.cut(fed[-1], self.push.read(same, saved, fed))
 
 
-def linearize_guarded(loop: Loop, part: Part) -> Linearized:
-    """What `linearize` finds where padded rows are shown their own values.
-
-    Raises:
-        Unproven: if these may reach a derivative.
-    """
-    axes, xs, consts = loop.rows.axes, loop.xs, loop.consts
-    if not (isinstance(consts, tuple) and isinstance(consts[0], GoodPair)) or consts[0].consts:
-        raise Unproven("rows share what changes")
-    if len(consts[0].state) != len(jax.tree.leaves(loop.state)):
-        raise Unproven("an option has added to the state")
-    if of_steps(xs).extra is not None:
-        raise Unproven("an option changes what padded rows are shown")
-    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
-    guarding = loop.having(step=masked_step(loop.step, stands_in=False, guards=True))
-    found = linearize(guarding, part, guards=True)
-    given, rows = (*axes.consts, *axes.state, *axes.x, *others, 0), xs.valid.shape[1]
-    known = rows_within(found.record.jaxpr, given, rows)
-    if known is None:
-        raise Unproven("rows may meet in the step")
-    places = tuple(None if hasattr(var, "val") else known.get(var) for var in found.read)
-    types = [var.aval for var in split(found.on, found.record.jaxpr.invars)[0]]
-
-    def push(read: Arrays, *tangents: Array) -> Arrays:
-        return list(jax.tree.unflatten(found.push.structure, read)(*tangents))
-
-    read = [var.aval for var in found.read]
-    shown = sum(leaf.size for leaf in jax.tree.leaves((loop.state, one_step(xs.x))))
-    tangents = types, split(found.on, given)[0]
-    return found._replace(guarded=Guarded.of(push, read, places, tangents, rows=rows, shown=shown))
-
-
-def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
-    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one; `guards` is that of the step.
+def linearize(loop: Loop, part: Part) -> Linearized:
+    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
 
     Raises:
         Unproven: if a key would have to be saved.
@@ -224,11 +150,30 @@ def linearize(loop: Loop, part: Part, *, guards: bool = False) -> Linearized:
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    into: Calls = called_without_rule
-    if guards:
-        axes: RowAxes = loop.rows.axes
-        into = _into(closed.jaxpr, on, (*axes.consts, *axes.state, *axes.x))
-    return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on, into)
+    jaxpr, count = closed.jaxpr, last - first + len(y_on)
+    same, saved, made, where = list[Any](), dict[Any, int](), dict[Any, int](), list[Where]()
+    for var, kind in _kinds(jaxpr, count, first, last):
+        if kind == "same":
+            where.append(Where(kind, len(same)))
+            same.append(var)
+        else:
+            places = saved if kind == "saved" else made
+            where.append(Where(kind, places.setdefault(var, len(places))))
+    if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
+        raise Unproven("an array of zeros cannot hold keys")
+    consts = jax.tree.leaves(loop.consts)
+    sharing, at = _part_for(same, jaxpr)
+    shared = list(map(jnp.asarray, eval_jaxpr(sharing, closed.consts, *(consts[place] for place in at))))
+    making, at = _part_for(list(made), jaxpr)
+    return Linearized(
+        Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first),
+        Push(jax.tree.structure(push), tuple(where), making, list(closed.consts)),
+        (shared, [consts[place] for place in at if place < first]),
+        [var.aval for var in saved],
+        [place - last for place in at if place >= last],
+        on[first:last],
+        y_on,
+    )
 
 
 def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
@@ -243,82 +188,35 @@ def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[t
         given[first:last] = state
 
 
-def _parted(
-    closed: Any,
-    structure: Any,
-    loop: Loop,
-    bounds: tuple[int, int],
-    on: tuple[bool, ...],
-    y_on: tuple[bool, ...],
-    into: Calls,
-) -> Linearized:
-    jaxpr, (first, last) = closed.jaxpr, bounds
-    count = last - first + len(y_on)
-    varying = set(jaxpr.invars[first:])
-    for equation in jaxpr.eqns:
-        if not varying.isdisjoint(variables_of(equation.invars)):
-            varying.update(equation.outvars)
-    fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
-    selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
-    saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
-    known = zip(origins(jaxpr, jaxpr.invars, into)[count:], jaxpr.outvars[count:], strict=True)
-    read = [var if origin is None else origin for origin, var in known]
-    for var in read:
-        if hasattr(var, "val") or var not in varying:
-            same.append(var)
-            where.append(Where("same", len(same) - 1))
-        elif var in fed:
-            where.append(Where("fed", fed[var]))
-        elif var in selected:
-            where.append(Where("made", made.setdefault(var, len(made))))
-        else:
-            where.append(Where("saved", saved.setdefault(var, len(saved))))
-    if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
-        raise Unproven("an array of zeros cannot hold keys")
-    record = Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first)
-    consts = jax.tree.leaves(loop.consts)
-    making, at = _part_for(list(made), jaxpr)
-    takes = [Where("fed", place - last) if place >= last else Where("same", len(same) + place) for place in at]
-    sharing, at = _part_for(same, jaxpr)
-    shared = eval_jaxpr(sharing, closed.consts, *(consts[place] for place in at))
-    return Linearized(
-        record,
-        Push(structure, tuple(where), making, tuple(takes), list(closed.consts)),
-        [*map(jnp.asarray, shared), *consts],
-        [var.aval for var in saved],
-        on[first:last],
-        y_on,
-        read,
-        on,
-    )
-
-
-def _into(jaxpr: Any, on: tuple[bool, ...], axes: LeafAxes) -> Calls:
-    """Which calls hand on what they are given: none with a rule, which another derivative needs, but `mask.guarded`.
-
-    It is left in the trace of a tangent for inputs that have none; and no other call reads such an input directly.
-    """
-    leaves = zip(jaxpr.invars, on, axes, strict=False)  # the others are what steps are fed beside x
-    without = [var for var, is_on, axis in leaves if not is_on and axis is not None and is_smooth(var.aval)]
-    valid = jaxpr.invars[-1]
-
-    def called_or_guarded(equation: Any) -> tuple[Any, list[Any]] | None:
-        ours = len(equation.invars) == 2 and equation.invars[1] is valid and equation.invars[0] in without
-        return called(equation) if ours else called_without_rule(equation)
-
-    return called_or_guarded
-
-
 _SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
 
 
-def _selected(jaxpr: Any, places: Sequence[int]) -> set[Any]:
-    """The variables that are but selected from some inputs: the same at any time, and cheaper to make than to save."""
-    selected = {jaxpr.invars[place] for place in places} | set(jaxpr.constvars)
+def _kinds(jaxpr: Any, count: int, first: int, last: int) -> list[tuple[Any, str]]:
+    """The variable of each leaf of a tangent, and where it had better be, as `Where` has it.
+
+    What is but selected from the consts and the feed is the same at any time, and cheaper to make again than to save.
+
+    Args:
+        jaxpr: from consts, state and feed to outputs, then these leaves.
+        count: how many outputs there are.
+        first: where the state begins.
+        last: where the feed begins.
+    """
+    varying, selected = set(jaxpr.invars[first:]), {*jaxpr.constvars, *jaxpr.invars[:first], *jaxpr.invars[last:]}
     for equation in jaxpr.eqns:
-        if equation.primitive.name in _SELECTIONS and selected.issuperset(variables_of(equation.invars)):
+        read = set(variables_of(equation.invars))
+        if not varying.isdisjoint(read):
+            varying.update(equation.outvars)
+        if equation.primitive.name in _SELECTIONS and selected >= read:
             selected.update(equation.outvars)
-    return selected
+
+    def kind(var: Any) -> str:
+        if hasattr(var, "val") or var not in varying:
+            return "same"
+        return "made" if var in selected else "saved"
+
+    known = zip(origins(jaxpr, jaxpr.invars, called_without_rule)[count:], jaxpr.outvars[count:], strict=True)
+    return [(var, kind(var)) for var in (var if origin is None else origin for origin, var in known)]
 
 
 def _part_for(outputs: list[Any], jaxpr: Any) -> tuple[Any, list[int]]:
@@ -327,6 +225,9 @@ def _part_for(outputs: list[Any], jaxpr: Any) -> tuple[Any, list[int]]:
     read = set(variables_of([*outputs, *(atom for each in equations for atom in each.invars)]))
     at = [place for place, var in enumerate(jaxpr.invars) if var in read]
     return jaxpr.replace(invars=[jaxpr.invars[place] for place in at], outvars=outputs, eqns=equations), at
+
+
+# The loop, and its tangent.
 
 
 @dataclass(frozen=True)
@@ -357,7 +258,7 @@ def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
     return run_chunked(dataclasses.replace(loop, step=step, xs=xs), (level,))
 
 
-def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: bool) -> tuple[Any, Any]:
+def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
     """The results of a loop and their tangents. What these need of each step is saved.
 
     Args:
@@ -365,7 +266,6 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
         size: the steps of a chunk.
         idle: the outputs of steps that are not run, `[T, ...]`.
         tangents: those of (consts, state, xs).
-        apart: whether rows are known to be independent.
 
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
@@ -379,9 +279,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
     part, d_on = nonzero_part(given, (d_consts, d_state, SCHEDULE.put(d_fed, None)))
-    found, axes = _linearized(dataclasses.replace(loop, xs=fed), part, apart=apart), loop.rows.axes
+    found = linearize(dataclasses.replace(loop, xs=fed), part)
     bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
-    shows = found.guarded is not None
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = SCHEDULE.put(fed, schedule)
@@ -392,29 +291,21 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any, *, apart: b
         return write_chunks(recording(consts, state, fed, schedule), size, outputs)
 
     @saving.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Result, Result]:
+    def _(primals: Any, tangents: Any) -> tuple[Result, Result]:  # of a derivative of the derivative
         schedule = primals[-1]
 
         def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
-            loop = recording(consts, state, fed, schedule)
-            loop = loop.having(step=ShowsGood(record, axes)) if shows else loop
-            return stack_chunks(loop, size, outputs)
+            return stack_chunks(recording(consts, state, fed, schedule), size, outputs)
 
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
 
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
     leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
     state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
-    going_in = _tangents(given, found, part, d_on)
-    d_state, d_ys = _solve(bare, found, going_in, (written[count:], jax.tree.leaves(fed)), schedule, size)
+    going_in, fed_leaves = _going_in(given, found, part, d_on), jax.tree.leaves(fed)
+    read = written[count:], [fed_leaves[place] for place in found.fed]
+    d_state, d_ys = _push_all(bare, found, going_in, read, schedule, size)
     return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
-
-
-def _linearized(loop: Loop, part: Part, *, apart: bool) -> Linearized:
-    if apart:
-        with contextlib.suppress(Unproven):
-            return linearize_guarded(loop, part)
-    return linearize(loop, part)
 
 
 def _zeros(loop: Loop, aval: Any) -> Array:
@@ -438,87 +329,50 @@ class _Out(NamedTuple):
     ys: Arrays
 
 
-def _tangents(given: tuple[PyTree, ...], found: Linearized, part: Part, d_on: Arrays) -> _In:
-    """The tangents that go in, those of the state for all leaves that get one."""
-    groups = list(map(jax.tree.leaves, given))
-    leaves, of_all = iter([leaf for group in groups for leaf in group]), iter(d_on)
-    d_leaves = iter([(next(of_all) if is_on else None) for is_on in part.on])
-    consts, state, xs = ([(next(leaves), next(d_leaves)) for _ in group] for group in groups)
-    settled = [
-        zeros_like(leaf) if d is None else d for (leaf, d), is_on in zip(state, found.state, strict=True) if is_on
-    ]
-    return _In([d for _, d in consts if d is not None], settled, [d for _, d in xs if d is not None])
+def _going_in(given: tuple[PyTree, ...], found: Linearized, part: Part, d_on: Arrays) -> _In:
+    """The tangents that go into the loop, those of the state for all leaves that get one in some step."""
+    first, state, left = len(jax.tree.leaves(given[0])), jax.tree.leaves(given[1]), iter(d_on)
+    d_consts = [next(left) for is_on in part.on[:first] if is_on]
+    both = zip(state, part.on[first : first + len(state)], found.state, strict=True)
+    d_state = [next(left) if is_on else zeros_like(leaf) for leaf, is_on, settled in both if settled]
+    return _In(d_consts, d_state, list(left))
 
 
-def _solve(
-    bare: Loop, found: Linearized, tangents: _In, read: tuple[Arrays, Arrays], schedule: Schedule, size: int
+def _push_all(
+    bare: Loop, found: Linearized, given: _In, read: tuple[Arrays, Arrays], schedule: Schedule, size: int
 ) -> _Out:
-    """What goes out of a linear loop, given what goes in. `read` is what its steps have saved, and were fed."""
-    same, (saved, fed) = found.same, read
-    # JAX fails on the tangent of what a linear loop is given and does not read.
-    used = {*found.push.where, *found.push.takes, *([] if found.guarded is None else [Where("fed", len(fed) - 1)])}
-    same = [leaf if Where("same", place) in used else None for place, leaf in enumerate(same)]
-    read = saved, [leaf if Where("fed", place) in used else None for place, leaf in enumerate(fed)]
-    found = found._replace(same=[])  # a step may not hold tracers
+    """The tangents that come out of a loop. `read` is what its steps have saved, and what they were fed."""
+    same, push = found.same, found.push  # a step may not hold tracers
     outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
     zeros = [_zeros(bare, var.aval) for var in split(found.y, outputs)[0]]
 
-    def run_push(given: _In) -> _Out:
+    def push_steps(given: _In) -> _Out:
         def step(consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
             (same, d_consts), (saved, fed, d_x) = consts, feed.x
-            out = found.push_at(same, saved, fed)(*d_consts, *state, *d_x)
+            out = push.at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
         xs, consts = SCHEDULE.put(Feed((*read, given.xs)), schedule), (same, given.consts)
         loop = dataclasses.replace(bare, step=step, consts=consts, state=given.state, xs=xs)
         return _Out(*stack_chunks(loop, size, zeros))
 
-    def pull(cotangents: _Out) -> _In:
-        def step(same: Arrays, carried: Any, feed: Feed) -> tuple[Any, Arrays]:
+    def pull_steps(cotangents: _Out) -> _In:
+        """The same loop in reverse. The cotangents of the consts add up in its state, beside those of the state."""
+        c, s = len(given.consts), len(given.state)
+        one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in given.xs]
+        types = [*map(jax.typeof, (*given.consts, *given.state)), *one_x]
+
+        def step(same: Any, carried: Any, feed: Feed) -> tuple[Any, Arrays]:
             (d_consts, d_state), (saved, fed, d_y) = carried, feed.x
-            back = jax.linear_transpose(found.to_transpose(same, saved, fed), *types)([*d_state, *d_y])
+            back = jax.linear_transpose(push.at(same, saved, fed), *types)([*d_state, *d_y])
             more, d_state, d_x = (list(back[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
             return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
 
-        c, s = len(tangents.consts), len(tangents.state)
-        one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in tangents.xs]
-        types = [*map(jax.typeof, (*tangents.consts, *tangents.state)), *one_x]
-        loop = dataclasses.replace(
-            bare,
-            step=step,
-            consts=same,
-            state=([zeros_like(leaf) for leaf in tangents.consts], cotangents.state),
-            xs=SCHEDULE.put(Feed((*read, cotangents.ys)), schedule),
-            reverse=not bare.reverse,
-        )
-        (d_consts, d_state), d_xs = write_chunks(loop, size, [zeros_like(leaf) for leaf in tangents.xs])
+        state = [zeros_like(leaf) for leaf in given.consts], cotangents.state
+        xs = SCHEDULE.put(Feed((*read, cotangents.ys)), schedule)
+        loop = dataclasses.replace(bare, step=step, consts=same, state=state, xs=xs, reverse=not bare.reverse)
+        (d_consts, d_state), d_xs = write_chunks(loop, size, [zeros_like(leaf) for leaf in given.xs])
         return _In(d_consts, d_state, d_xs)
 
-    def equation(both: tuple[_In, _Out]) -> tuple[_In, _Out]:
-        given, out = _all_linear(both)  # so that each leaf of the transpose depends on every other too
-        # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
-        _, pushed = jax.jvp(run_push, (jax.tree.map(zeros_like, given),), (given,))
-        return _all_linear((given, jax.tree.map(jax.lax.sub, out, pushed)))
-
-    def solve(_: Any, both: tuple[_In, _Out]) -> tuple[_In, _Out]:
-        given, out = both
-        return given, jax.tree.map(jax.lax.add, out, run_push(given))
-
-    def solve_transposed(_: Any, both: tuple[_In, _Out]) -> tuple[_In, _Out]:
-        given, out = both
-        return jax.tree.map(jax.lax.add, given, pull(out)), out
-
-    nothing = _Out([zeros_like(leaf) for leaf in tangents.state], zeros)
-    both = jax.lax.custom_linear_solve(equation, _all_linear((tangents, nothing)), solve, solve_transposed)
-    return _all_linear(both)[1]  # so that no part of the solution has a tangent of zero alone
-
-
-def _all_linear(tree: PyTree) -> PyTree:
-    """The tree itself, each leaf of which depends on every other: JAX transposes a solution only if all are unknown."""
-    leaves, structure = jax.tree.flatten(tree)
-    true = np.ones((), np.bool_)
-    total = functools.reduce(jax.lax.add, [jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves])
-    return jax.tree.unflatten(
-        structure,
-        [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
-    )
+    like = _Out([zeros_like(leaf) for leaf in given.state], zeros)
+    return with_transpose(push_steps, pull_steps, given, like)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, place_like, vary_over
 from ..._loop.chunk import run_chunked
 from ..._loop.loop import Feed, Loop, Step, within
-from ..._loop.run import debugs_nans
 from ..._loop.sizes import Around
 from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
 from ..in_bulk import MappedLater
@@ -70,7 +69,7 @@ class EarlyExit:
         chunks: the chunks of the derivative.
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
-        apart: whether the body is known to treat rows independently.
+        own_values: whether rows that have stopped are shown their own values, unless something is differentiated.
         tell: reports how far the loop has come; None: nothing does.
     """
 
@@ -81,7 +80,7 @@ class EarlyExit:
     chunks: Chunks
     branches: bool
     refusal: Exception | None
-    apart: bool
+    own_values: bool
     tell: TellTaken | None
 
     @functools.cached_property
@@ -120,7 +119,7 @@ class EarlyExit:
     def _run(self, given: Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
         loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
-        step = masked_step(loop.step, stands_in=False) if self.apart and not debugs_nans() else loop.step
+        step = masked_step(loop.step, stands_in=False) if self.own_values else loop.step
         step = masked_step(step, branches=True) if self.branches else step
         take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.rows.axes.y)
         ordered = len(self.loop.rows.tiers) > 1

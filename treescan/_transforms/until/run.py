@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..._avals import PyTree, as_arrays, place_like, vary_over, varying_axes
 from ..._errors import explain
 from ..._loop.loop import Feed, Loop, Memo, Result, is_untraced
-from ..._loop.run import run
+from ..._loop.run import debugs_nans, run
 from ..outputs import ALL, emitting
 from ..refuse import once_only
 from ..rows.axes import without_arrays
@@ -83,7 +83,7 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
         chunks=chunks if tell is None else tell.fit(chunks),
         branches=may_branch(),
         refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
-        apart=not going.holds.ndim or loop.rows.apart(),
+        own_values=loop.rows.own_values or not (going.holds.ndim or debugs_nans()),
         tell=tell,
     )
     given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)

@@ -1,0 +1,1 @@
+"""How a user's body is called, and what it may return."""

@@ -1,0 +1,45 @@
+"""Modules that are loaded when they are first needed, by one rule for the package.
+
+A module imports at its head what every call needs that enters it. What only some calls need has two places. Public
+names are found when they are first read: the heads of `treescan` and `treescan.carries` list them, once for type
+checkers and once for `on_first_use`. And a function imports in its own first lines what only its option needs; `None`
+or False, which is what most calls say, is answered before.
+
+No module makes arrays when it is loaded, so it may be loaded while JAX traces.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+
+def on_first_use(
+    package: str, homes: Mapping[str, str]
+) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package whose public names are imported when they are first read.
+
+    Args:
+        package: its name.
+        homes: for each module the names that it holds, in one text; those of "." are modules themselves.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names.split()}
+
+    def find(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if home_of[name] == ".":
+            return importlib.import_module(f".{name}", package)
+        value = getattr(importlib.import_module(f".{home_of[name]}", package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    def names() -> list[str]:
+        there = vars(sys.modules[package]).items()
+        return sorted({*home_of, *(name for name, value in there if name[0] == "_" or isinstance(value, ModuleType))})
+
+    public = sorted(name for name, home in home_of.items() if home != ".")
+    return public, find, names

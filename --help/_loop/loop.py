@@ -1,0 +1,412 @@
+"""The Loop, the body that it runs with all that was made for it, the input of one step, and what transforms change."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import inspect
+import os
+import threading
+import types
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
+
+import jax
+from jax.core import Tracer
+
+from .._avals import Array, PyTree
+from .._errors import is_from_jax
+
+_T = TypeVar("_T")
+
+_KEPT = 64
+_UNKNOWN: Any = object()
+
+
+class Memo:
+    """What was made for a body or for one call; the 64 last used things are kept."""
+
+    def __init__(self) -> None:
+        self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._joint: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
+
+    def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What was made under `key` before, else what `make` returns."""
+        with self._lock:
+            known = self._made.get(key, _UNKNOWN)
+            if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others
+                self._made.move_to_end(key)
+        if known is not _UNKNOWN:
+            return known
+        value = make()
+        with self._lock:
+            value = self._made.setdefault(key, value)
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        return value
+
+    def joint(self, function: Callable[..., Any]) -> Memo:
+        """What was made for this memo's body and another together: it goes with whichever of the two goes first."""
+        try:
+            return self._joint.setdefault(function, Memo())
+        except Exception:  # as in `Body.of`
+            return Memo()
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference that is not shared.
+
+    Python gives all who ask for a plain `weakref.ref` of an object the same one, and it keeps the hash that the object
+    had when it was first asked. A body that hashes by value and was changed would be found under its old hash.
+    """
+
+    __slots__ = ()
+
+
+class Body:
+    """A handle on the user's body that does not keep it alive, and all that was made for it.
+
+    `Body.of` gives equal bodies the same handle. Steps hold the handle, the handle holds the steps, and the table of
+    handles holds bodies weakly: when the last reference to a body goes, everything made for it goes too. While a verb
+    runs, its frame keeps the body alive.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            self._function: Callable[[], Any] = _Reference(function)
+        except TypeError:  # this type has no weak references: the handle lives as long as the call
+            self._function = lambda: function
+        self.memo = Memo()
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The body itself."""
+        return self._function()
+
+    @property
+    def programs(self) -> Memo:
+        """What was compiled for the body.
+
+        JAX keeps a program's trace for as long as the program lives, and a rule for derivatives in that trace refers
+        to this handle. So the handle must not refer to the program: the two would keep each other, and all arrays that
+        the body closes over, until `jax.clear_caches()`.
+        """
+        return _programs.joint(self.function)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[inspect.Parameter, ...] | None:
+        """The body's parameters; None if they cannot be known."""
+        return _parameters(self.function)
+
+    @property
+    def positional(self) -> list[inspect.Parameter]:
+        """Its positional parameters, as far as they can be known."""
+        return [p for p in self.parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its positional parameters, as far as they can be known."""
+        return tuple(parameter.name for parameter in self.positional)
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Body:
+        """The handle of a body: shared by equal ones, new in each call for one without a hash or weak references."""
+        try:
+            known = _bodies.get(_Reference(function))
+            if known is not None:
+                return known
+            new = Body(function)
+            body = _bodies.setdefault(_Reference(function, _forget), new)
+        except Exception:  # no hash, no weak references, or an `==` that fails: the user's types decide
+            body = new = Body(function)
+        if body is new and warns_of_traces() and not under_a_trace():
+            from .retraces import count_body
+
+            count_body(function)
+        return body
+
+
+def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:
+    try:
+        return tuple(inspect.signature(outermost(function), follow_wrapped=wrapped).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def wrapped_parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of the innermost function that a wrapper says it wraps, as far as they can be known."""
+    return _parameters(function, wrapped=True) or ()
+
+
+def outermost(function: Any) -> Any:
+    """The function whose parameters a call meets: JAX's own wrappers pass everything on, of others nothing is known."""
+    while hasattr(function, "__wrapped__") and is_from_jax(function):
+        function = function.__wrapped__
+    if isinstance(function, types.FunctionType):  # most bodies are one
+        return function
+    # `inspect` takes the first parameter of a static `__call__` for `self`.
+    static = isinstance(inspect.getattr_static(type(function), "__call__", None), staticmethod)
+    return function.__call__ if static else function
+
+
+_bodies: dict[_Reference, Body] = {}
+
+
+def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> None:
+    """The body is gone, and so is its handle.
+
+    The default is bound here: a script's own bodies go when Python ends, and by then it has emptied this module.
+    """
+    forget(reference, None)
+
+
+_programs = Memo()
+
+
+class Feed(NamedTuple):
+    """What one step is fed: its slice of xs and, where an option asks for them, further arrays; else None.
+
+    Attributes:
+        x: the slice of xs.
+        position: the step's position in xs.
+        valid: which rows are data in this step.
+        reset: which rows begin a segment before this step.
+        cut: whether the gradient is cut before this step.
+        cut_shared: bool[], the same for leaves that all rows share.
+        end: which packed sequence of each row ends with this step, counted from 1; 0: none.
+        schedule: of a chunk, not of a step: what of it is to be run.
+        tick: of a chunk, not of a step: what is reported after it.
+    """
+
+    x: PyTree
+    position: Any = None
+    valid: Any = None
+    reset: Any = None
+    cut: Any = None
+    cut_shared: Any = None
+    end: Any = None
+    schedule: PyTree = None
+    tick: PyTree = None
+
+
+class Paced(NamedTuple):
+    """The state of a loop over chunks whose reports are paced, outside of everything else that runs a chunk.
+
+    Attributes:
+        state: the state.
+        due: int32[], the steps after which the next report is due; less than 0 before the first.
+        run: int32[], the number of the run. No chunk changes it.
+        total: int32[], the steps of the run. No chunk changes it.
+    """
+
+    state: PyTree
+    due: Array
+    run: Array
+    total: Array
+
+
+class Step(Protocol):
+    """One step of a loop: static, hashable and equal by value. Arrays come in as `consts`, never by closure."""
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed, /) -> tuple[PyTree, PyTree]:
+        """Maps (consts, state, feed) to (state, y)."""
+        ...
+
+
+def within(step: Step, kind: type[Any], change: Callable[[Any], Step]) -> Step:
+    """A step around others, of which the one of a kind is changed; each has the inner one as its `step`."""
+    if isinstance(step, kind):
+        return change(step)
+    inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
+    return dataclasses.replace(cast(Any, step), step=within(inner, kind, change))
+
+
+class Result(NamedTuple):
+    """What a loop returns.
+
+    Attributes:
+        state: the last state.
+        ys: the outputs.
+        steps: int32[*batch], how many steps were taken, if the loop may end early; None: all of them.
+        stopped: bool[*batch], whether the condition no longer held; None: there is none.
+        once: y with the outputs that are the same in every step, and None in place of the others; None: none are.
+        evidence: what `check_finite` knows of the first bad step, and what is static of it, for each body that may
+            have run it; None: nothing is looked at.
+    """
+
+    state: PyTree
+    ys: PyTree
+    steps: Array | None = None
+    stopped: Array | None = None
+    once: PyTree = None
+    evidence: PyTree = None
+
+    @property
+    def short(self) -> Any:
+        """The state and ys alone, if there is nothing more."""
+        return self[:2] if all(more is None for more in self[2:]) else self
+
+
+def _same(state: PyTree) -> PyTree:
+    return state
+
+
+def _same_ys(result: Result) -> PyTree:
+    return result.ys
+
+
+def _no_notes(result: Result) -> dict[str, PyTree]:
+    return {}
+
+
+class Finish(NamedTuple):
+    """A loop's results in the terms of the loop that a transform was given.
+
+    Attributes:
+        state: of the state, the last one or that between two chunks.
+        ys: of ys, from the result. They may be in its state, which is not undone yet.
+        notes: other fields of the result, by name, from the result.
+    """
+
+    state: Callable[[PyTree], PyTree] = _same
+    ys: Callable[[Result], PyTree] = _same_ys
+    notes: Callable[[Result], dict[str, PyTree]] = _no_notes
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan that has not run yet. Transforms map a Loop to a Loop; `run` runs it.
+
+    Attributes:
+        body: the user's function, by its handle.
+        step: what runs each step.
+        consts: arrays that every step reads and none changes.
+        state: what is carried from step to step.
+        xs: what is scanned over; every leaf leads with `length`.
+        length: the number of steps.
+        reverse: whether to run from the last position to the first.
+        unroll: as for `jax.lax.scan`.
+        lowering: further keyword arguments of `jax.lax.scan`, forwarded as they came.
+        names: what the body calls its carry and its x, for messages.
+        memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
+            trace, and with it values of an outer one.
+        trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
+        remat: what the gradient recomputes of each step, as the user asked; of turns a tuple. None: the user did not.
+        wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
+        keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
+        rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
+        going: what the verb was told of a range that is known at run time, and from `EndEarly` on what ends the loop.
+        runner: what runs the loop in place of `nest.run_levels`.
+        turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
+            `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
+            than there are iterations. None: the loop runs its own step.
+        rest: a step on the same consts and state, and what it is fed: the turns that are left after the last
+            iteration, in reverse before the first.
+        finish: what each transform does to the loop's results, in the order of the transforms.
+        offset: int32[], the position of the first step, for transforms that count from that of the whole run; None: 0.
+    """
+
+    body: Body
+    step: Step
+    consts: PyTree
+    state: PyTree
+    xs: Feed
+    length: int
+    reverse: bool = False
+    unroll: int | bool = 1
+    lowering: tuple[tuple[str, Any], ...] = ()
+    names: tuple[str, str] = ("carry", "x")
+    memo: Memo | None = None
+    trace: Any = None
+    remat: Any = None
+    wishes: tuple[Any, ...] = ()
+    keeps: tuple[int | None, ...] | None = None
+    rows: Any = None
+    going: Any = None
+    runner: Callable[[Loop], tuple[Any, ...]] | None = None
+    turns: tuple[Loop, ...] = ()
+    rest: tuple[Step, Feed] | None = None
+    finish: tuple[Finish, ...] = ()
+    offset: Any = None
+
+    @property
+    def each(self) -> tuple[Loop, ...]:
+        """The loops that take turns, with the state of this one. A loop without turns is its own."""
+        return tuple(dataclasses.replace(turn, state=self.state) for turn in self.turns) or (self,)
+
+    @property
+    def steps(self) -> int:
+        """How many steps all of its loops have together."""
+        return sum(turn.length for turn in self.turns) if self.turns else self.length
+
+    def having(self, **changes: Any) -> Loop:
+        """`dataclasses.replace`, ten times as fast: each loop is changed twenty times on its way to its trace."""
+        assert changes.keys() <= self.__dict__.keys()
+        loop = object.__new__(Loop)
+        loop.__dict__.update(self.__dict__, **changes)
+        return loop
+
+    def with_turns(self, turns: Sequence[Loop]) -> Loop:
+        """The loop with others in the places of those in `each`. They have the same state."""
+        return dataclasses.replace(self, turns=tuple(turns), state=turns[0].state) if self.turns else turns[0]
+
+    def finished(
+        self,
+        state: Callable[[PyTree], PyTree] = _same,
+        ys: Callable[[Result], PyTree] = _same_ys,
+        notes: Callable[[Result], dict[str, PyTree]] = _no_notes,
+    ) -> Loop:
+        """The loop, with one more thing to do to its results; see `Finish`."""
+        return self.having(finish=(*self.finish, Finish(state, ys, notes)))
+
+    def carry_of(self, state: PyTree) -> PyTree:
+        """A state of this loop in the terms of the loop before any transform."""
+        for undo in reversed(self.finish):
+            state = undo.state(state)
+        return state
+
+
+def warns_of_traces() -> bool:
+    """Whether the user asked to be warned of new traces."""
+    return os.environ.get("TREESCAN_WARN_RETRACE") == "1"
+
+
+def under_a_trace() -> bool:
+    """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed."""
+    # Of all operations this is the cheapest: of a number without a trace, it is that number.
+    return isinstance(jax.lax.stop_gradient(0.0), Tracer)
+
+
+def is_jit_disabled() -> bool:
+    """Whether the user asked, with `jax.disable_jit`, to see every step run."""
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009, an attribute that checkers do not see
+
+
+def is_untraced(loop: Loop) -> bool:
+    """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
+    return is_jit_disabled() or not loop.steps
+
+
+def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:
+    """One loop of several over one state, an iteration of which runs a step of each. The last has no more steps."""
+    if len(loops) == 1:
+        return loops[0]
+    bare = dataclasses.replace(loops[0], consts=None, xs=Feed(None), length=loops[-1].length, memo=memo or Memo())
+    return dataclasses.replace(bare, turns=tuple(loops))
+
+
+class Transform(Protocol):
+    """One option of a verb: static, hashable and equal by value. It maps a loop to another."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is work around the loop, which an eager call compiles together with it."""
+        ...
+
+    def __call__(self, loop: Loop, /) -> Loop:
+        """The transformed loop; what undoes the transform in its results goes to `Loop.finish`."""
+        ...

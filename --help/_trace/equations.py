@@ -1,0 +1,209 @@
+"""Evaluates and compares single equations of a jaxpr."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+
+_CALLS = frozenset({"jit", "closed_call", "remat2"})
+_REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
+_BRANCHES = frozenset({"cond"})
+PRODUCTS = frozenset({"dot_general"})
+"""The products that may be computed for many steps at once. A convolution is slower so: measured, 2.1 times."""
+
+_CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+CALLS = _CALLS | _CALLS_WITH_RULES
+"""The primitives that `called` knows."""
+
+
+def variables_of(atoms: Sequence[Any]) -> Iterator[Any]:
+    """The variables among variables and literals."""
+    return (atom for atom in atoms if not hasattr(atom, "val"))
+
+
+def called(equation: Any) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
+    name = equation.primitive.name
+    if name in _CALLS:
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    elif name in _CALLS_WITH_RULES:
+        inner = equation.params.get("call_jaxpr")
+    else:
+        return None
+    if inner is None:
+        return None
+    return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
+
+
+def loop_of(equation: Any) -> tuple[Any, int, int]:
+    """The jaxpr of a scan's step, how many constants it takes, and how many values it carries."""
+    jaxpr = equation.params["jaxpr"].jaxpr
+    carried = _alike(equation.outvars, jaxpr.outvars)  # ys lead with the steps
+    return jaxpr, _alike(equation.invars, jaxpr.invars) - carried, carried
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many of a scan's variables are of one type outside and inside: xs and ys are not."""
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
+
+
+Calls = Callable[[Any], tuple[Any, list[Any]] | None]
+"""From an equation to the jaxpr in its place and what that closes over, as `called` finds them; None: there is none."""
+
+
+def interpret(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    given: Sequence[Any],
+    each: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, aval: value,
+    into: Calls = called,
+) -> list[Any]:
+    """Goes through an open jaxpr with values of any kind, the equations of what it calls in place of the calls.
+
+    Args:
+        jaxpr: the jaxpr.
+        consts: what it closes over.
+        given: the values of its inputs.
+        each: from an equation and the values that it reads to those of its results.
+        constant: the value of a constant, and of what the jaxpr closes over, from it and its type.
+        into: what is gone into.
+    """
+    held = map(constant, consts, (var.aval for var in jaxpr.constvars))
+    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [constant(atom.val, atom.aval) if hasattr(atom, "val") else known[atom] for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        inner, values = into(equation), read(equation.invars)
+        results = each(equation, values) if inner is None else interpret(*inner, values, each, constant, into)
+        known.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
+
+
+def origins(jaxpr: Any, given: Sequence[Any], into: Calls = called) -> list[Any]:
+    """For each output of an open jaxpr what is given for the input that it is; None for one that is computed."""
+    consts = [None] * len(jaxpr.constvars)
+
+    def computed(equation: Any, _: list[Any]) -> list[Any]:
+        return [None] * len(equation.outvars)
+
+    return interpret(jaxpr, consts, given, computed, lambda value, aval: None, into)
+
+
+def called_without_rule(equation: Any) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that an equation calls, and what that closes over; None for a function with a rule of its own."""
+    return None if equation.primitive.name in _CALLS_WITH_RULES else called(equation)
+
+
+def equations_within(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and those of the loops, branches and functions in it."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_within(equation):
+            yield from equations_within(inner)
+
+
+def holds(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
+    return any(equation.primitive.name in names for equation in equations_within(jaxpr))
+
+
+def reshards(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr says how a value is to be spread over devices, where shardings are part of the type.
+
+    What a step computes is then sharded otherwise than what it is given, or is computed on another mesh.
+    """
+    return any(
+        equation.primitive.name in ("mesh_cast", "reshard") or equation.params.get("out_sharding") is not None
+        for equation in equations_within(jaxpr)
+    )
+
+
+def has_reverse_rule(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr has a rule for reverse mode alone (`jax.custom_vjp`).
+
+    In a rule of `jax.custom_jvp` it cannot be mapped any more: the gradient of a `jax.vmap` of it would fail.
+    """
+    return holds(jaxpr, _REVERSE_RULES)
+
+
+def has_symbolic_zeros(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr has a rule for reverse mode that is told which of its inputs are perturbed."""
+    return any(
+        equation.primitive.name in _REVERSE_RULES and bool(equation.params.get("symbolic_zeros"))
+        for equation in equations_within(jaxpr)
+    )
+
+
+def has_branches(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr is a branch."""
+    return holds(jaxpr, _BRANCHES)
+
+
+def jaxprs_within(equation: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters of an equation, with the jaxprs among them changed, closed or open."""
+
+    def of(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(of, value))
+        return change(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else value
+
+    return {name: of(value) for name, value in params.items()}
+
+
+def needed(equations: Sequence[Any], outputs: Sequence[Any], given: Iterable[Any] = ()) -> list[Any]:
+    """Those of the equations that compute the outputs, from the inputs and from variables that are given."""
+    known = set(given)
+    wanted, found = set(variables_of(outputs)) - known, list[Any]()
+    for equation in reversed(equations):
+        if not wanted.isdisjoint(equation.outvars):
+            found.append(equation)
+            wanted |= set(variables_of(equation.invars)) - known
+    return found[::-1]
+
+
+def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tuple[list[Any], Any]:
+    """One equation of a jaxpr as a jaxpr: the variables that it takes, and it. It returns all outputs, or the given."""
+    taken = list(dict.fromkeys(variables_of(equation.invars)))
+    returned = list(equation.outvars) if outputs is None else list(outputs)
+    return taken, jaxpr.replace(constvars=[], invars=taken, outvars=returned, eqns=[equation], effects=equation.effects)
+
+
+def evaluate_alone(jaxpr: Any, equation: Any, read: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, from the values that it reads."""
+    taken, program = alone(jaxpr, equation)
+    return eval_jaxpr(program, [], *(read[equation.invars.index(var)] for var in taken), propagate_source_info=True)
+
+
+def opened(jaxpr: Any) -> Any:
+    """An open jaxpr that is given what it closes over, before its inputs."""
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls) -> list[Any]:
+    """Evaluates an open jaxpr, with the equations of what it calls in place of the calls, where `into` gives them."""
+    return interpret(jaxpr, consts, given, lambda equation, read: evaluate_alone(jaxpr, equation, read), into=into)
+
+
+def inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls = called) -> Any:
+    """An open jaxpr as a closed one, with the equations of what it calls in place of the calls."""
+    return jax.make_jaxpr(lambda *given: evaluate_inlined(jaxpr, consts, given, into))(*given)
+
+
+def values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+    """The values of variables and literals."""
+    return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]

@@ -1,0 +1,1 @@
+"""Masked scans: transforms of loops over rows of unequal length."""

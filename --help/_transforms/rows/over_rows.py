@@ -1,0 +1,194 @@
+"""The first transform of a masked scan: finds the valid steps, and the rows in each leaf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
+from ..._errors import Misuse
+from ..._loop.loop import Loop, is_untraced
+from ..._loop.run import checks_key_reuse, debugs_nans
+from ..._trace.equations import equations_within
+from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
+from ..._tree import Prefix, merge
+from ..axes import scan_over_axes
+from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
+from .axes import (
+    RowAxes,
+    RowFlags,
+    Rows,
+    rows_of,
+    rows_of_x,
+    spread_batch_axes,
+    spread_carry_axes,
+)
+from .leaves import lend_rows, mask_of_lengths, without_false_alarms
+
+
+@dataclass(frozen=True)
+class OverRows:
+    """`lengths` or `mask`, and the axes: gives each step its mask, and traces the body for the rows that it runs on.
+
+    Attributes:
+        carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
+        x_axes: the same for one step's x.
+        y_axes: the same for one step's y; None: y is the carry.
+        time_axis: where the steps are in the mask and the resets.
+        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        compact: whether to order rows, or the numbers of rows to choose from.
+        others: the other options that the user gave, and that a body with a mutable array cannot have.
+    """
+
+    carry_axes: Prefix
+    x_axes: Prefix
+    y_axes: Prefix | None
+    time_axis: int
+    in_axes: LeafAxes | None
+    compact: bool | tuple[int, ...]
+    others: tuple[str, ...] = ()
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        valid, resets = self._flags(loop)
+        all_valid, changing = loop.rows[:2] == (None, None), _changing(loop.rows)
+        given: RowFlags = loop.rows
+        told = all_valid or bool(getattr(loop.step, "sees_valid", False))
+        loop, axes = self._lay(loop, valid, lends=not all_valid)
+        y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
+        tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
+        unchanged = None
+        if is_untraced(loop):
+            hoisted, before = flatten_only(loop), loop
+            unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
+        else:
+            loop = without_false_alarms(loop, axes.x)
+            if checks_key_reuse():
+                from ..._trace.raw_keys import raw, with_raw_keys
+
+                loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
+            hoisted = hoist(loop, changing)
+            if loop.going is not None:
+                refuse_refs_in_skipped_steps(hoisted)
+            _refuse_refs(hoisted, tiers, self.others, told=told)
+            axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
+            if len(tiers) > 1:
+                from .compact import fewer_tiers, trace_tiers
+
+                tiers = fewer_tiers(tiers, hoisted.jaxpr) if self.compact is True else tiers
+                trace_tiers(hoisted, loop, axes, tiers)
+            hoisted = lift(hoisted)
+        rows = rows_of(hoisted, axes, y_axes)._replace(
+            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed
+        )
+        rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(hoisted, rows.axes))
+        loop = hoisted.loop.having(trace=hoisted, rows=rows)
+        return loop.finished(lambda state: _restored(hoisted, rows, state))
+
+    def _tiers(self, loop: Loop, valid: Array) -> tuple[int, ...]:
+        """The numbers of rows that the body is traced for."""
+        from .compact import refuse_tiers, tiers_of
+
+        tiers = tiers_of(self.compact, valid.shape[1:])
+        refuse_tiers(tiers, loop)
+        return tiers
+
+    def _flags(self, loop: Loop) -> tuple[Array, Array | None]:
+        """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
+        flags: RowFlags = loop.rows
+        resets = None if flags.resets is None else jnp.moveaxis(jnp.asarray(flags.resets), self.time_axis, 0)
+        if flags.lengths is not None:
+            return mask_of_lengths(flags.lengths, loop.length), resets
+        if flags.mask is not None:
+            return jnp.moveaxis(jnp.asarray(flags.mask), self.time_axis, 0), resets
+        assert resets is not None
+        return jnp.ones_like(resets), resets
+
+    def _lay(self, loop: Loop, valid: Array, *, lends: bool) -> tuple[Loop, RowAxes]:
+        """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
+        (carry, x), batch = loop.names, valid.shape[1:]
+        carry_axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
+        if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
+            carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
+        if self.compact:
+            from .compact import refuse_shared_keys
+
+            refuse_shared_keys(loop.state, carry_axes, carry)
+        x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)
+        varying = varying_axes(jax.typeof(valid))
+        state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
+        loop = loop.having(state=state, xs=loop.xs._replace(valid=valid))
+        if self.in_axes is not None:
+            loop = scan_over_axes(loop, self.in_axes)
+        if whole_axes:
+            whole, inner = loop.consts
+            whole = lend_rows(whole, whole_axes, valid) if lends else whole
+            loop = loop.having(consts=(whole, inner))
+        others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
+        return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+
+
+def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ...], *, told: bool) -> None:
+    """Refuses a body that would write a mutable array in padding, or that would read one with fewer rows.
+
+    Args:
+        hoisted: the loop.
+        tiers: the numbers of rows that the body runs on.
+        others: see `OverRows`.
+        told: whether the body knows which rows are valid, or all are.
+    """
+    compact = hoisted.refs and len(tiers) > 1
+    if not told and hoisted.writes:
+        options = ", ".join(f"`{option}`" for option in (*["compact"] * compact, *others))
+        raise Misuse(
+            "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
+            "Let the body take the keyword `valid`, and write only what is valid: "
+            "`ref[...] = jnp.where(valid, new, ref[...])`."
+            + (f" Leave out {options} as well, which no body with a `Ref` can have." if options else "")
+            + " Or carry its value instead.",
+        )
+    if compact:
+        refuse_with_refs("compact")
+
+
+_FOR_DATA_ALONE = frozenset({"ffi_call", "pallas_call", "pure_callback", "while"})
+"""Primitives that may fail on what is no data, or never end. Other callbacks are effects."""
+
+
+def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
+    """The contract of `mask_scan`: whether padded rows see their own values where nothing is differentiated.
+
+    Their results are discarded, and the body treats rows independently. So only a gradient could show what they saw.
+    Rows may meet where the body reads the mask, which is its last input, and in leaves that all of them share.
+    """
+    jaxpr = hoisted.jaxpr
+    may_meet = None in (*axes.state, *axes.x) or any(jaxpr.invars[-1] in each.invars for each in jaxpr.eqns)
+    for_data_alone = any(map(_is_for_data_alone, equations_within(jaxpr)))
+    return not (may_meet or for_data_alone or hoisted.effects or hoisted.reverse_rule or debugs_nans())
+
+
+def _is_for_data_alone(equation: Any) -> bool:
+    if equation.primitive.name == "conv_general_dilated":  # XLA maps one in float64 by adding other rows times zero
+        return bool(equation.outvars[0].aval.dtype == np.float64)
+    return equation.primitive.name in _FOR_DATA_ALONE
+
+
+def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
+    """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
+    spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
+    if spans is None or not rows.fixed:
+        return hoisted.restore(state)
+    from .resets import at_rows
+
+    of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
+    return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))
+
+
+def _changing(rows: RowFlags) -> list[bool] | None:
+    """For each leaf of init whether resets change it, also where no step does; None: they put its init back."""
+    targets = rows.to if rows.inits is None else rows.inits
+    return None if targets is None else [target is not None for target in targets]

@@ -1,0 +1,376 @@
+"""Key paths, prefix trees, static leaves and other parts of trees; and short reprs, with types in place of elements."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import types
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+
+from ._avals import PyTree, TreeDef, describe_leaf, describe_node
+from ._text import escaped, table_of
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The keys that lead from a tree's root to a leaf."""
+
+_ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+@dataclass(frozen=True)
+class Root:
+    """A key at which the rendered path starts again, with the name that the user knows.
+
+    Attributes:
+        name: what is rendered in place of all that leads here.
+        numbered: whether numbers right below are left out too: those of lists that only the package knows.
+        axes: the option that gives the axes of what lies below, where it is neither `in_axes` nor `out_axes`.
+    """
+
+    name: str
+    numbered: bool = False
+    axes: str | None = None
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+def named_roots(kind: Any, **roots: Root) -> None:
+    """Registers a NamedTuple, some of whose fields are roots."""
+    keys = [roots.get(field, jtu.GetAttrKey(field)) for field in kind._fields]
+
+    def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return list(zip(keys, node, strict=True)), None
+
+    jtu.register_pytree_with_keys(kind, with_keys, lambda _, parts: kind(*parts), lambda node: (tuple(node), None))
+
+
+def path_str(root: str, path: KeyPath) -> str:
+    """Renders a key path as the user would write it: `carry.cache["k"][0]`."""
+    for i, key in enumerate(path):
+        if isinstance(key, Root):
+            below = path[i + 1 :]
+            if key.numbered:
+                below = tuple(itertools.dropwhile(lambda key: isinstance(key, jtu.SequenceKey), below))
+            return path_str(key.name, below)
+    return root + "".join(_key_str(key) for key in path)
+
+
+def _key_str(key: Any) -> str:
+    match key:
+        case jtu.GetAttrKey(name=name):
+            return f".{name}"
+        case jtu.SequenceKey(idx=index) | jtu.FlattenedIndexKey(key=index):
+            return f"[{index}]"
+        case jtu.DictKey(key=value):
+            return f"[{json.dumps(value) if isinstance(value, str) else repr(value)}]"
+        case _:
+            return str(key)
+
+
+def leaves_with_path(root: str, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path, in the order of `jax.tree.leaves`."""
+    return [(path_str(root, path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+
+
+def map_leaves(function: Callable[..., Any], tree: PyTree, *others: Iterable[Any]) -> PyTree:
+    """A tree with what a function makes of each leaf, and of what other lists have in its place."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [function(*each) for each in zip(leaves, *others, strict=True)])
+
+
+def children(tree: PyTree) -> list[tuple[KeyPath, Any]] | None:
+    """The direct children of a node with their keys, or None if `tree` is a leaf."""
+    if jtu.all_leaves([tree]):
+        return None
+    return jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+
+
+def metadata(node: PyTree) -> Any:
+    """What a container holds beside its children: the fields of a registered class that are no leaves."""
+    structure: TreeDef = jax.tree.structure(node)
+    data = structure.node_data()
+    return None if data is None or isinstance(node, dict | tuple | list) else data[1]
+
+
+class PrefixMismatch(Exception):
+    """A prefix tree does not fit its tree. The message names the first place."""
+
+
+def broadcast_prefix(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
+    """One value of `prefix` for each leaf of `tree`; `None` in a prefix is a value, not an empty tree.
+
+    Raises:
+        PrefixMismatch: if `prefix` is not a tree prefix of `tree`, whose root is called `root`.
+    """
+    values: list[Any] = []
+
+    def spread(value: Any, subtree: PyTree) -> None:
+        values.extend([value] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree.map(spread, prefix, tree, is_leaf=lambda leaf: leaf is None)
+    except (ValueError, TypeError):
+        raise PrefixMismatch(_where_off(prefix, tree, root, ())) from None
+    return values
+
+
+def _where_off(prefix: PyTree, tree: PyTree, root: str, path: KeyPath) -> str:
+    """Walks a prefix and its tree to the first node at which they differ."""
+    here = path_str(root, path)
+    parts, wholes = children(prefix) if prefix is not None else None, children(tree)
+    if parts is None:
+        return ""
+    if wholes is None or type(prefix) is not type(tree):
+        return f"{here} is {describe_node(tree)}, but it has {describe_node(prefix)} there"
+    given, there = dict(parts), dict(wholes)
+    for key in there:
+        if key not in given:
+            return f"it has no entry for {path_str(root, (*path, *key))}"
+    for key in given:
+        if key not in there:
+            return f"there is no {path_str(root, (*path, *key))}"
+    return next(filter(None, (_where_off(given[key], there[key], root, (*path, *key)) for key in given)), "")
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prefix tree whose leaves are static: hashable, so that a Step may hold it."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeDef
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Prefix:
+        """Takes a prefix tree apart; `None` counts as a leaf."""
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+        return cls(tuple(leaves), structure)
+
+    @property
+    def tree(self) -> PyTree:
+        """The prefix tree."""
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    def spread(self, tree: PyTree, root: str) -> list[Any]:
+        """One value for each leaf of `tree`; see `broadcast_prefix`."""
+        return broadcast_prefix(self.tree, tree, root)
+
+
+def same_structure(tree: PyTree, other: PyTree) -> bool:
+    """Whether two trees have one structure, whatever their leaves."""
+    structure: TreeDef = jax.tree.structure(tree)
+    return bool(structure == jax.tree.structure(other))
+
+
+_known_arrays: set[type] = set()  # types of leaves that were seen not to be static: `isinstance` of a tracer is slow
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether a leaf is neither an array nor a scalar: such a leaf stays outside the loop."""
+    if type(leaf) in _known_arrays:
+        return False
+    if isinstance(leaf, np.ndarray | np.generic):  # of texts, objects, dates or records?
+        return leaf.dtype.kind in "OSUMm" or leaf.dtype.names is not None
+    if not isinstance(leaf, _ARRAY_LIKE):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            return True
+    _known_arrays.add(type(leaf))
+    return False
+
+
+@jtu.register_static
+@dataclass(frozen=True)
+class Static:
+    """Holds a static leaf: a node without leaves whose value is part of the tree's structure.
+
+    It is equal by value where that can be hashed, by identity elsewhere. The latter makes a tree with an unhashable
+    static leaf a new structure in each call, so that a leaf which was mutated in place is never served from a cache.
+    An object that hashes by its identity is equal for as long as its attributes are the same objects.
+    """
+
+    value: Any
+    code: int = field(init=False)
+    contents: tuple[Any, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        hashes: Any = type(self.value).__hash__
+        contents = contents_of(self.value) if hashes is object.__hash__ else {}
+        object.__setattr__(self, "contents", tuple(contents.items()))
+        try:  # Python hashes a NaN by its identity
+            code = hash(repr(self.value) if isinstance(self.value, float | complex) else self.value)
+        except TypeError:
+            code = id(self)
+        object.__setattr__(self, "code", code)  # as the value was: a cache may hold it when it has changed
+
+    def __hash__(self) -> int:
+        return self.code
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Static) or self.code != other.code:  # of unhashable values: ids of what holds them
+            return False
+        if type(self.value) is not type(other.value):
+            return False
+        if isinstance(self.value, float | complex):  # 0.0 is not -0.0, and NaN is NaN
+            return repr(self.value) == repr(other.value)
+        return bool(self.value == other.value) and self._has_same_contents(other)
+
+    def _has_same_contents(self, other: Static) -> bool:
+        pairs = itertools.zip_longest(self.contents, other.contents, fillvalue=(None, None))
+        return all(name == again and value is there for (name, value), (again, there) in pairs)
+
+
+def contents_of(value: Any) -> dict[str, Any]:
+    """The attributes that an instance of a user's class holds; of functions, classes and modules, nothing."""
+    if isinstance(value, type | types.FunctionType | types.ModuleType):
+        return {}
+    of_each = (getattr(kind, "__slots__", ()) for kind in type(value).__mro__)
+    slots = (name for names in of_each for name in ((names,) if isinstance(names, str) else names))
+    return {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+
+
+_MOST_PARTS = 200
+
+
+def holds_arrays(leaf: Any) -> bool:
+    """Whether a static leaf is an object among whose parts are arrays: JAX sees neither these nor their changes.
+
+    What can be called is a function to its users, and may close over arrays. Of a large object some parts are seen.
+    """
+    if not is_static(leaf) or callable(leaf):
+        return False
+    waiting, seen = [*contents_of(leaf).values()], {id(leaf)}
+    while waiting and len(seen) < _MOST_PARTS:
+        part = waiting.pop()
+        if isinstance(part, jax.Array | np.ndarray) and not is_static(part):
+            return True
+        if isinstance(part, str | bytes | int | float) or callable(part):
+            continue
+        if id(part) not in seen:
+            inner = part if isinstance(part, dict | list | tuple) else contents_of(part)
+            waiting += itertools.islice(inner.values() if isinstance(inner, dict) else inner, _MOST_PARTS)
+        seen.add(id(part))
+    return False
+
+
+def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
+    """Replaces the static leaves of a tree by nodes that hold them; a tree without any comes back unchanged.
+
+    Args:
+        tree: any tree.
+        scalars: whether Python's own numbers count as static too.
+    """
+    return freeze_leaves(tree, [is_static(leaf) or (scalars and is_number(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is one of Python's own numbers or flags."""
+    return type(leaf) in (bool, int, float, complex)
+
+
+def freeze_leaves(tree: PyTree, static: list[bool]) -> PyTree:
+    """Replaces those of a tree's leaves that are marked; a tree without any comes back unchanged."""
+    if not any(static):
+        return tree
+    leaves, treedef = jax.tree.flatten(tree)
+    frozen = [Static(leaf) if is_one else leaf for leaf, is_one in zip(leaves, static, strict=True)]
+    return jax.tree.unflatten(treedef, frozen)
+
+
+def holds_static(tree: PyTree) -> bool:
+    """Whether a tree holds nodes in place of static leaves."""
+    return any(map(_is_frozen, jax.tree.leaves(tree, is_leaf=_is_frozen)))
+
+
+def _is_frozen(node: Any) -> bool:
+    return isinstance(node, Static)
+
+
+def thaw_static(tree: PyTree) -> PyTree:
+    """Restores the static leaves."""
+    return jax.tree.map(lambda node: node.value if _is_frozen(node) else node, tree, is_leaf=_is_frozen)
+
+
+def merge(flags: Sequence[bool], on: Iterable[Any], off: Iterable[Any]) -> list[Any]:
+    """One list of two, each flag telling which of them is next."""
+    first, second = iter(on), iter(off)
+    return [next(first if flag else second) for flag in flags]
+
+
+def split(flags: Sequence[bool], values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The values that are flagged, and the others."""
+    parts: tuple[list[Any], list[Any]] = [], []
+    for flag, value in zip(flags, values, strict=True):
+        parts[not flag].append(value)
+    return parts
+
+
+def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -> list[Any]:
+    """The values, those that are flagged replaced."""
+    return merge(flags, new, split(flags, values)[1])
+
+
+class Part(NamedTuple):
+    """Which leaves of a tree have a tangent."""
+
+    structure: Any
+    on: tuple[bool, ...]
+
+    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves that have one, and the others."""
+        return split(self.on, jax.tree.leaves(tree))
+
+    def join(self, on: list[Any], off: list[Any]) -> Any:
+        """The tree of both."""
+        return jax.tree.unflatten(self.structure, merge(self.on, on, off))
+
+
+class Shown(str):
+    """What is shown in place of a leaf."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def short_repr(name: str, **fields: Any) -> str:
+    """`Padded(data=float32[5,3,2], lengths=int32[3])`."""
+    return f"{name}({', '.join(f'{field}={describe_tree(value)}' for field, value in fields.items())})"
+
+
+def describe_tree(tree: Any) -> str:
+    """A tree with the types of its arrays in their places; single numbers by their values, where these are known."""
+    value = _number(tree)
+    if value is not None:
+        return value
+    try:
+        return repr(jax.tree.map(lambda leaf: Shown(describe_leaf(leaf)), tree))
+    except Exception:  # a class of the user's that its own repr or constructor fails for
+        return describe_node(tree)
+
+
+def _number(leaf: Any) -> str | None:
+    """The value of an array of shape [], if it is there."""
+    known = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) and leaf.shape == ()
+    try:
+        return str(np.asarray(leaf)) if known else None
+    except Exception:  # deleted, spread over hosts, or a PRNG key
+        return None
+
+
+def short_html(name: str, **fields: Any) -> str:
+    """A short repr for notebooks: a table with a row for each leaf."""
+    rows = [
+        (path, _number(leaf) or describe_leaf(leaf))
+        for field, value in fields.items()
+        for path, leaf in leaves_with_path(field, value) or [(field, value)]
+    ]
+    return f"<div><b>{escaped(name)}</b>{table_of(rows)}</div>"

@@ -1,0 +1,388 @@
+"""Type variables, protocols of bodies, and the options that verbs share: `Remat` and `Checkpoint` among them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict, TypeVar
+
+import jax
+
+from ._avals import Array, ArrayLike, PyTree
+from ._text import named_fields
+
+if TYPE_CHECKING:
+    from ._progress import Progress
+
+
+@named_fields
+@dataclass(frozen=True, repr=False)
+class Remat:
+    """A plan of what the gradient of a loop saves and recomputes, for the option `remat` of the verbs.
+
+    A loop of T steps in L levels is cut into nested chunks of about `T**(1/L)` parts each. The gradient saves the
+    carry before each part of one level at a time, about `L * T**(1/L)` carries, and evaluates each step once more per
+    level. Any length works. Results do not depend on the plan, except for rounding. Forward mode works too.
+
+    `"step"` is short for `Remat()`, `"nested"` for `Remat(levels=2)`. Chunks that save whole steps
+    (`policy="everything_saveable"`) compute the gradient of shared weights with one product per chunk.
+
+    Attributes:
+        policy: what each step saves besides its carry: a policy of `jax.checkpoint_policies` or its name, for example
+            `"dots_saveable"`. None: nothing. With `"everything_saveable"` and several levels, the innermost chunks save
+            all of their steps, so each step is evaluated once less.
+        levels: the number of levels. None: 1, or 2 if a segment is given.
+        segment: the number of steps in an innermost chunk. None: chosen for T.
+        offload: the memory kind of the device, for example `"pinned_host"`, that keeps the carries of the outermost
+            level until the gradient needs them. None: device memory. A CPU warns that it changes nothing.
+        budget: the bytes that the gradient may need, if `Remat.fit` chooses the plan.
+    """
+
+    policy: str | Callable[..., Any] | None = None
+    levels: int | None = None
+    segment: int | None = None
+    offload: str | None = None
+    budget: int | None = None
+
+    def __repr__(self) -> str:
+        given = [(name, value) for name, value in vars(self).items() if value is not None]
+        return f"Remat({', '.join(f'{name}={_shown(value)}' for name, value in given)})"
+
+    @classmethod
+    def fit(cls, budget: int) -> Remat:
+        """Picks the plan with the fewest evaluations of the body that fits a budget of bytes.
+
+        The choice depends on the body and on the number of steps; `treescan.plan_remat` shows it. The budget covers the
+        memory of the loop's gradient without its arguments and results: what is saved, the copies that levels make of
+        xs and of gradients, and what the gradient of one step needs. This
+        estimates `memory_analysis().temp_size_in_bytes` of the compiled gradient. A plan must fit with 5 % to spare.
+
+        Args:
+            budget: the number of bytes, of all devices together.
+        """
+        return cls(budget=budget)
+
+
+def _shown(value: Any) -> str:
+    """A field as one would write it: a policy of JAX by its name."""
+    if callable(value):
+        names = [name for name in dir(jax.checkpoint_policies) if getattr(jax.checkpoint_policies, name) is value]
+        value = names[-1] if names else getattr(value, "__name__", value)  # `dots_saveable` has an older name too
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+@named_fields
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where and how often a stream saves its state, for the option `checkpoint` of `treescan.stream`.
+
+    Attributes:
+        folder: the folder, which belongs to one run. It is made if it is not there.
+        every: how many parts there are from one checkpoint to the next.
+        keep: how many checkpoints are kept.
+
+    Examples:
+        >>> import treescan
+        >>> checkpoint = treescan.Checkpoint("run-1", every=100, keep=3)
+    """
+
+    folder: str | os.PathLike[str]
+    every: int = 1
+    keep: int = 2
+
+
+Axes: TypeAlias = Any
+"""A prefix tree of axes: an int, None where allowed, or containers of them."""
+
+RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
+"""What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
+
+Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
+"""How the next layer's weights are gathered early: 1 gathers them on all devices; or a function of one layer."""
+
+FiniteCheck: TypeAlias = bool | Literal["backward"]
+"""Whether the carry is checked after each step, or its cotangents in reverse mode."""
+
+Returned: TypeAlias = Literal["return"]
+"""A report is returned of what a check of the carry finds; overloads of their own have it."""
+
+ProgressLike: TypeAlias = "bool | str | Progress | None"
+"""Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
+
+CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint | None"
+"""Where a stream saves its state: a folder, or a `Checkpoint`."""
+
+Save: TypeAlias = Any
+"""A prefix tree of what is kept of an output: "all", "last", every k-th, positions, or None for nothing."""
+
+Carry = TypeVar("Carry")
+X_contra = TypeVar("X_contra", contravariant=True)
+X = TypeVar("X")
+Y = TypeVar("Y")
+Y_co = TypeVar("Y_co", covariant=True)
+First_contra = TypeVar("First_contra", contravariant=True)
+Second_contra = TypeVar("Second_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
+
+
+Cond: TypeAlias = Callable[[Carry], Any]
+"""The condition of `while_scan`."""
+
+ScanBody: TypeAlias = Callable[[Carry, X], tuple[Carry, Y]]
+"""A body of `scan`."""
+
+FoldBody: TypeAlias = Callable[[Carry, X], Carry]
+"""A body of `fold` or `accumulate`."""
+
+
+class Keyed(Protocol[First_contra, Second_contra, Out_co]):
+    """A body of two arguments that takes a fresh key each step."""
+
+    def __call__(self, first: First_contra, second: Second_contra, /, *, key: Array) -> Out_co: ...
+
+
+class KeyedWithOwn(Protocol[First_contra, Second_contra, X_contra, Out_co]):
+    """A block that takes a fresh key in each layer, for layers that have an input of their own."""
+
+    def __call__(self, layer: First_contra, x: Second_contra, x_layer: X_contra, /, *, key: Array) -> Out_co: ...
+
+
+KeyedBody: TypeAlias = Keyed[Carry, X, tuple[Carry, Y]]
+"""A body of `scan` that takes a fresh key each step."""
+
+KeyedFoldBody: TypeAlias = Keyed[Carry, X, Carry]
+"""A body of `fold` or `accumulate` that takes a fresh key each step."""
+
+KeyedIndexBody: TypeAlias = Keyed[Array, Carry, Carry]
+"""A body of `fori` that takes a fresh key each step."""
+
+
+class ValidBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` or `while_scan` that takes the step's mask, in the batch shape."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, valid: Array) -> tuple[Carry, Y_co]: ...
+
+
+class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` or `while_scan` that takes a key and the step's mask."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
+
+
+class ValidMap(Protocol[X_contra, Y_co]):
+    """A function of `chunk_map` that takes which entries of a chunk are not padding."""
+
+    def __call__(self, chunk: X_contra, /, *, valid: Array) -> Y_co: ...
+
+
+class OutputOptions(TypedDict, total=False):
+    """What becomes of the outputs of all steps."""
+
+    out_axes: Axes
+    save: Save
+
+
+class RowOptions(TypedDict, total=False):
+    """Where the rows of a batch are, and what becomes of those that take no step."""
+
+    fill: PyTree
+    carry_axes: Axes
+    x_axes: Axes
+    y_axes: Axes
+    compact: bool | tuple[int, ...]
+
+
+class PartOption(TypedDict, total=False):
+    """Where the first step is in a longer run, of which the loop is a part."""
+
+    offset: ArrayLike | None
+
+
+class KeyOption(TypedDict):
+    """The key of a body that takes one."""
+
+    key: Array
+
+
+class ScanOptions(OutputOptions, PartOption, total=False):
+    """The options of `scan` that are given by name, less `key`; what each means is in its documentation."""
+
+    in_axes: Axes
+    remat: RematLike | None
+    truncate: int | None
+    name: str | None
+    progress: ProgressLike
+    check_finite: FiniteCheck
+
+
+class ChunkOptions(TypedDict, total=False):
+    """The options of `chunk_map`."""
+
+    in_axes: Axes
+    out_axes: Axes
+    reduce: Literal["sum"] | None
+    remat: RematLike | None
+    unroll: int | bool
+    name: str | None
+    progress: ProgressLike
+
+
+class KeyedScan(ScanOptions, KeyOption):
+    """The options of `scan` that are given by name, for a body that takes a key."""
+
+
+class IndexOptions(TypedDict, total=False):
+    """The options of `scan` that say nothing about arrays; what each means is in `scan`'s documentation."""
+
+    reverse: bool
+    unroll: int | bool
+    name: str | None
+    check_finite: FiniteCheck
+
+
+class ForiOptions(IndexOptions, total=False):
+    """The options of `fori`, less `key` and `max_length`."""
+
+    remat: RematLike | None
+    progress: ProgressLike
+
+
+class RangeOptions(ForiOptions, total=False):
+    """The options of `fori` with the most steps that it may take, less `key`."""
+
+    max_length: int | None
+
+
+class KeyedRange(RangeOptions, KeyOption):
+    """The options of `fori` for a body that takes a key."""
+
+
+class FoldOptions(ForiOptions, PartOption, total=False):
+    """The options of `fold`, less `key`."""
+
+    in_axes: Axes
+    truncate: int | None
+
+
+class UnkeyedOptions(FoldOptions, OutputOptions, total=False):
+    """The options of every verb that stacks outputs, less `key`."""
+
+
+class RaggedFold(FoldOptions, total=False):
+    """The options of `fold`, less `key`, with the lengths of its rows."""
+
+    lengths: ArrayLike | None
+
+
+class KeyedFold(RaggedFold, KeyOption):
+    """The options of `fold` for a body that takes a key."""
+
+
+class RaggedOptions(RaggedFold, OutputOptions, total=False):
+    """The options of `accumulate`, less `key`, with the lengths of its rows."""
+
+
+class KeyedRows(RaggedOptions, KeyOption):
+    """The options of `accumulate` for a body that takes a key."""
+
+
+class WhileOptions(ForiOptions, RowOptions, OutputOptions, PartOption, total=False):
+    """The options of `while_scan`, less `key` and `max_length`."""
+
+    in_axes: Axes
+
+
+class WhileXs(WhileOptions, total=False):
+    """The options of `while_scan` with xs, less `key`."""
+
+    max_length: int | None
+
+
+class WhileNone(WhileOptions):
+    """The options of `while_scan` without xs, less `key`."""
+
+    max_length: int
+
+
+class KeyedXs(WhileXs, KeyOption):
+    """The options of `while_scan` with xs, for a body that takes a key."""
+
+
+class KeyedNone(WhileNone, KeyOption):
+    """The options of `while_scan` without xs, for a body that takes a key."""
+
+
+class MaskOptions(UnkeyedOptions, RowOptions, total=False):
+    """The options of `mask_scan`, less `key`."""
+
+    length: int | None
+    lengths: ArrayLike | None
+    mask: ArrayLike | None
+    resets: ArrayLike | None
+    reset_to: PyTree
+    time_axis: int
+    chunk: int | None
+
+
+class LayersOptions(IndexOptions, PartOption, total=False):
+    """The options of `fold_layers`, less `key`."""
+
+    length: int | None
+    in_axes: Axes
+    remat: RematLike | Sequence[RematLike | None] | None
+    prefetch: Prefetch
+    progress: ProgressLike
+
+
+class KeyedLayers(LayersOptions, KeyOption):
+    """The options of `fold_layers` for a block that takes a key."""
+
+
+class SharedLayers(LayersOptions):
+    """The options of `fold_layers` for a block that takes what all layers share."""
+
+    args: tuple[Any, ...]
+    key: NotRequired[Array | None]
+
+
+class Turns(LayersOptions, total=False):
+    """The options of `fold_layers` for several blocks."""
+
+    args: tuple[Any, ...]
+    key: Array | None
+
+
+class StackOptions(LayersOptions, OutputOptions, total=False):
+    """The options of `scan_layers`, less `key`."""
+
+
+class KeyedStack(StackOptions, KeyedLayers):
+    """The options of `scan_layers` for a block that takes a key."""
+
+
+class SharedStack(StackOptions, SharedLayers):
+    """The options of `scan_layers` for a block that takes what all layers share."""
+
+
+class StackTurns(StackOptions, Turns):
+    """The options of `scan_layers` for several blocks."""
+
+
+class StreamOptions(IndexOptions, total=False):
+    """The options of `stream` and `stream_parts`, less `key` and `save`."""
+
+    chunk: Required[int]
+    length: int | None
+    lengths: ArrayLike | None
+    remainder: Literal["run", "mask"]
+    checkpoint: CheckpointLike
+    prefetch: int
+    progress: ProgressLike
+    donate: bool
+
+
+class Options(UnkeyedOptions, total=False):
+    """The options that every verb shares with `scan`."""
+
+    key: Array | None

@@ -1,0 +1,564 @@
+"""The common start and end of every verb: checks the arguments, restores the user's trees, shows its progress."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+
+from .._arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_run,
+    infer_length,
+    refuse_unsliced,
+    resolve_axes,
+)
+from .._avals import Array, ArrayLike, LeafAxes, PyTree
+from .._body.call import check_callable, names_of, takes_keyword
+from .._body.registered import refuse_unregistered
+from .._body.signature import FORI, Convention
+from .._errors import Misuse, describe_body, verb
+from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
+from .._transforms.axes import OverAxes, static_axes
+from .._transforms.order import in_order
+from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
+from .._transforms.program import Arguments, Call, Program, execute
+from .._transforms.refuse import in_reverse_alone
+from .._transforms.rows.axes import RowFlags
+from .._transforms.rows.checks import check_rows
+from .._transforms.rows.fill import KeepRows
+from .._transforms.rows.mask import Mask
+from .._transforms.rows.over_rows import OverRows
+from .._transforms.rows.skip import Skip
+from .._tree import Prefix, freeze_static, thaw_static
+from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Returned, Save
+from ..carries._registry import Adopted, adopt
+
+if TYPE_CHECKING:
+    from .._progress import Progress
+    from .._transforms.progress import ShowProgress
+
+
+def _of_batches() -> Any:
+    """The module of batches of sequences; None: it is not loaded, so that no value is one."""
+    return sys.modules.get(f"{__name__.rpartition('._verbs')[0]}._data.batch")
+
+
+def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
+    """The data of xs, and the rows of the batches in it; those of anything else as they were given.
+
+    Raises:
+        Fault: for an `ArgumentError` if something else says what the batches say, or if they differ in that.
+    """
+    known = _of_batches()
+    return (xs, flags) if known is None else known.rows_of(xs, flags, time_axis, in_axes)
+
+
+def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
+    """Refuses a `Padded` or a `Packed` as xs of a loop that does not know of them: its lengths have no steps."""
+    known = _of_batches()
+    if known is not None:
+        known.refuse_batches(xs, in_axes, convention)
+
+
+def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
+    """Where rows are, as the options say."""
+    carries, inputs = static_axes("carry_axes", carry_axes, none=True), static_axes("x_axes", x_axes, none=True)
+    return carries, inputs, static_axes("y_axes", y_axes, none=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A call that can run.
+
+    Attributes:
+        call: what the verb was told, less its arrays.
+        given: the arrays.
+        axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        adopted: the values in init that became custom carries.
+        alive: the body's function, which may be another object than the user's that is equal to it.
+        cond: another function that the program calls: what is compiled goes with whichever of the two goes first.
+        other_axes: the axes of the other calls that take turns.
+    """
+
+    call: Call
+    given: Arguments
+    axes: LeafAxes | None
+    adopted: Adopted
+    alive: Any
+    cond: Callable[..., Any] | None = None
+    other_axes: tuple[LeafAxes | None, ...] = ()
+
+    @property
+    def over_axes(self) -> OverAxes | None:
+        """The transform of `in_axes`, or None if there is nothing to do."""
+        each = (self.axes, *self.other_axes)
+        return OverAxes(each) if any(axes is not None for axes in each) else None
+
+    def showing(self, progress: ProgressLike) -> ShowProgress | None:
+        """The transform of `progress`, or None if nothing is shown. None: what the context says."""
+        progress = shown_around(self.call) if progress is None else progress
+        if progress is None or progress is False:
+            return None
+        from .._transforms.progress import ShowProgress
+
+        call = self.call
+        return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
+
+    def checking(self, value: Any, *, ends_early: bool = False, layers: bool = False) -> Transform | None:
+        """The transform of what `check_finite` says, or None if nothing is looked at.
+
+        Args:
+            value: what it says.
+            ends_early: whether the loop may skip steps.
+            layers: whether it is a loop over layers.
+        """
+        if value is False:
+            return None
+        from .._transforms.finite.backward import CheckCotangents
+        from .._transforms.finite.case import About, Slices, looks_backward
+        from .._transforms.finite.check import CheckFinite
+
+        backward = looks_backward(value)
+        calls, told, xs = self.call.each, list[About](), self.given.xs
+        steps = sum(call.length for call in calls) if layers else None
+        each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
+        for place, (call, axes, own) in enumerate(each):
+            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
+            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
+            about = About(
+                f"`{call.convention.verb}` over {describe_body(call.body.function)}",
+                call.convention is FORI,
+                bool(call.custom),
+                ends_early,
+                place if layers else None,
+                steps,
+                len(calls),
+                backward,
+                call.convention.records,
+                slices,
+                roots,
+            )
+            told.append(about)
+        return (CheckCotangents if backward else CheckFinite)(tuple(told), value == "return")
+
+    def strided(self, save: Save) -> Save:
+        """What `save` says, with a number in place of positions that are those of every k-th output."""
+        if self.given.offset is not None or not _has_positions(save):
+            return save
+        from .._transforms.positions import with_strides
+
+        return with_strides(save, self.call.length)
+
+    def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
+        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
+
+        Args:
+            transforms: the transforms.
+            compiles: whether an eager call compiles the program; else its steps are given values.
+            donates: whether an eager call gives the arrays of `init` away; see `execute`.
+
+        Returns:
+            The last state and ys; a `Result` if there is more. Its `evidence` is the report that the user gets.
+        """
+        program = Program(self.call, in_order(*transforms))
+        if self.given.offset is not None:
+            from .._transforms.offset import refuse_options
+
+            refuse_options(program, self.given)
+        moves = program.moves or self.given.key is not None
+        programs = self.call.programs
+        programs = programs if self.cond is None else programs.joint(self.cond)
+        faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
+        # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
+        with silent(), in_reverse_alone(faults[-1] if faults else None):
+            if compiles:
+                result = execute(program, self.given, programs, moves=moves, donates=donates)
+            else:
+                result = program(self.given)
+        if any(getattr(each, "returned", False) for each in program.transforms):
+            from .._transforms.finite.check import FiniteReport
+
+            result = Result(*result)
+            result = result._replace(evidence=FiniteReport.of(result.evidence or ()))
+        elif isinstance(result, Result) and result.evidence is not None:
+            from .._transforms.finite.check import deliver
+
+            deliver(result.evidence)
+            result = result._replace(evidence=None).short
+        return restored(result, self.call, self.adopted)
+
+
+def recomputing(remat: Any) -> Transform | None:
+    """The transform of `remat`, or None if nothing is recomputed."""
+    if remat is None:
+        return None
+    from .._transforms.remat import Recompute
+
+    return Recompute.of(remat)
+
+
+def _has_positions(save: Save) -> bool:
+    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+
+
+def recording(save: Any) -> Transform | None:
+    """The transform of positions in `save`, or None if there are none."""
+    if not _has_positions(save):
+        return None
+    from .._transforms.positions import RecordOutputs
+
+    return RecordOutputs.of(save)
+
+
+def truncating(truncate: Any) -> Transform | None:
+    """The transform of `truncate`, or None if no gradient is cut."""
+    if truncate is None:
+        return None
+    from .._transforms.truncate import Truncate
+
+    return Truncate.of(truncate)
+
+
+def dividing(flags: RowFlags) -> list[Transform]:
+    """The transforms of what divides rows into segments: `resets`, `reset_to` and packed sequences."""
+    if flags.resets is None:
+        return []
+    from .._transforms.rows.resets import BeginSegments, EndsOfSequences, ResetRows
+
+    segments: list[Transform] = [ResetRows()]
+    if flags.to is not None or flags.inits is not None:
+        segments.append(BeginSegments())
+    if flags.spans is not None:
+        segments.append(EndsOfSequences())
+    return segments
+
+
+def prepare(
+    convention: Convention,
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree = None,
+    length: int | None = None,
+    *,
+    measure: Callable[[PyTree, LeafAxes | None], int] | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Axes = 0,
+    key: Array | None = None,
+    offset: ArrayLike | None = None,
+    name: str | None = None,
+    lowering: tuple[tuple[str, Any], ...] = (),
+    masked: bool = False,
+    noted: bool = True,
+) -> Prepared:
+    """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
+
+    Args:
+        convention: how the verb calls the body, and what the body returns.
+        f: the body.
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        length: the number of steps.
+        measure: tells the number of steps from xs and the axes, where that is not `length` and the size of xs.
+        reverse: as for `treescan.scan`.
+        unroll: as for `treescan.scan`.
+        in_axes: as for `treescan.scan`.
+        key: as for `treescan.scan`.
+        offset: as for `treescan.scan`.
+        name: as for `treescan.scan`.
+        lowering: further keyword arguments of `jax.lax.scan`.
+        masked: whether the body may take `valid`.
+        noted: whether a body that is traced for many types is warned of.
+
+    Raises:
+        Fault: as `treescan.scan`.
+    """
+    body, alive = body_of(f, convention)
+    adopted = adopt(init)
+    key = check_key(key)
+    frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
+    if frozen_init is not adopted.init or frozen_xs is not xs:
+        refuse_unregistered({"init": adopted.init, "xs": xs})
+        refuse_unsliced(xs)
+    axes = resolve_axes(in_axes, frozen_xs)
+    steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
+    sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
+    passed = {"key": "the option `key`"} if key is not None else {}
+    check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
+    call = Call(
+        body,
+        convention,
+        frozen=frozen_init is not adopted.init or frozen_xs is not xs,
+        custom=adopted.custom,
+        sees_valid=sees_valid,
+        lowering=lowering,
+        **check_run(steps, reverse, unroll, name),
+    )
+    if noted and warns_of_traces() and not under_a_trace():
+        from .._loop.retraces import note_types
+
+        note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
+    given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
+    return Prepared(call, given, axes, adopted, alive)
+
+
+def first_position(offset: Any, steps: int) -> Any:
+    """The position of the first step, checked; None: it is 0."""
+    if offset is None:
+        return None
+    from .._transforms.offset import check_offset
+
+    return check_offset(offset, steps)
+
+
+def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
+    """A body's handle, and the function that it refers to: that of an equal body may be another object."""
+    check_callable(f, convention.call)
+    body = Body.of(f)
+    return body, body.function
+
+
+def restored(result: Any, call: Call, adopted: Adopted) -> Any:
+    """The result with static leaves and values of registered types in their places."""
+    if not (call.frozen or adopted.back):
+        return result
+    state, ys, *_ = result
+    state = adopted.restore(thaw_static(state) if call.frozen else state)
+    both = state, (adopted.restore(ys) if call.convention.stacks else ys)
+    return result._replace(state=both[0], ys=both[1]) if isinstance(result, Result) else both
+
+
+def returned(result: Any, place: int | None = None) -> Any:
+    """The pair of a result, or one of the two, and a report of `check_finite` if there is one."""
+    part = result if place is None else result[place]
+    report = result.evidence if isinstance(result, Result) else None
+    if report is None:
+        return part
+    return (*result[:2], report) if place is None else (part, report)
+
+
+def refuse_report(check_finite: Any) -> None:
+    """Refuses a report of `check_finite` where the results have the form that flax gives them."""
+    if isinstance(check_finite, str) and check_finite == "return":
+        raise Misuse(
+            '{call}: `check_finite="return"` does not work here, because the results have the form that flax gives '
+            "them.",
+            "True raises an error.",
+        )
+
+
+_ZERO = Prefix.of(0)
+
+
+class RowPlan(NamedTuple):
+    """What a verb is told of its rows.
+
+    Attributes:
+        flags: where they are valid, and where segments begin.
+        carries: the axis of the batch in each leaf of the carry, a prefix of it.
+        inputs: that in each leaf of a step's x.
+        outputs: that in each leaf of a step's y; None: it has none.
+        time_axis: the axis of the steps in the mask and the resets.
+        reset_to: what a reset restores.
+        fill: the y of padded steps.
+        chunk: the number of steps that are skipped together.
+        compact: the numbers of rows that the body runs on.
+    """
+
+    flags: RowFlags
+    carries: Prefix = _ZERO
+    inputs: Prefix = _ZERO
+    outputs: Prefix | None = _ZERO
+    time_axis: int = 0
+    reset_to: PyTree = None
+    fill: PyTree = 0
+    chunk: int | None = None
+    compact: bool | tuple[int, ...] = False
+
+    def over(self, axes: LeafAxes | None, others: tuple[str, ...]) -> OverRows:
+        """The transform, of the axes over which xs are scanned, and of other options; see `OverRows`."""
+        return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact, others)
+
+    def restoring(self, flags: RowFlags, init: PyTree, call: Prepared) -> RowFlags:
+        """Checked flags, with what a reset restores if that is not the init."""
+        if self.reset_to is None and flags.inits is None:
+            return flags
+        from .._transforms.rows.resets import check_targets
+
+        arrays, root = call.given.init, call.call.names[0]
+        return check_targets(flags, self.reset_to, init, self.carries, self.time_axis, call.adopted, arrays, root)
+
+
+def _without_refs(
+    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck | Returned
+) -> tuple[str, ...]:
+    """Which of these options are given and need a body without mutable arrays."""
+    given = {
+        "chunk": bool(chunk),
+        "remat": remat not in (None, "auto"),
+        "save": kept is not None and is_thinned([keep for keep in kept.leaves if keep != LAST]),
+        "check_finite": check_finite is not False,
+    }
+    return tuple(name for name, is_given in given.items() if is_given)
+
+
+def run_scan(
+    convention: Convention,
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree,
+    length: int | None,
+    *,
+    lengths: ArrayLike | None = None,
+    rows: RowPlan | None = None,
+    out_axes: Axes = 0,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck | Returned = False,
+    donates: bool = False,
+    **options: Any,
+) -> Any:
+    """Runs a scan: its pair, or a `Result` with a report; see `returned`.
+
+    Args:
+        convention: how the verb calls the body, and what the body returns.
+        f: the body.
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        length: the number of steps.
+        lengths: as for `treescan.mask_scan`.
+        rows: what else the verb is told of its rows, whose xs hold no batch.
+        out_axes: as for `treescan.scan`.
+        remat: as for `treescan.scan`.
+        save: as for `treescan.scan`.
+        truncate: as for `treescan.scan`.
+        progress: as for `treescan.scan`.
+        check_finite: as for `treescan.scan`.
+        donates: whether an eager call gives the arrays of `init` away, as for the parts of a longer run: with an
+            `offset`, parts of one length share one program.
+        **options: those of `prepare`.
+    """
+    if truncate is not None and check_finite is not False:
+        from .._transforms.finite.backward import refuse_truncate
+
+        refuse_truncate(check_finite)
+    if rows is None:
+        refuse_batches(xs, options.get("in_axes", 0), convention)
+    if lengths is not None:
+        rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
+    call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    save = call.strided(save)
+    if rows is None:
+        return call.run(
+            call.over_axes,
+            call.checking(check_finite),
+            MoveOutputs.of(out_axes, save),
+            recomputing(remat),
+            truncating(truncate),
+            recording(save),
+            KeepOutputs.of(save),
+            call.showing(progress),
+            donates=donates,
+        )
+    flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
+    flags = rows.restoring(flags, init, call)
+    filled, kept = Prefix.of(rows.fill), check_save(save)
+    call = dataclasses.replace(call, given=call.given._replace(rows=flags))
+    return call.run(
+        rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
+        call.checking(check_finite),
+        MoveOutputs.of(out_axes, save),
+        Mask(filled, repr(rows.fill)),
+        *dividing(flags),
+        truncating(truncate),
+        recording(save),
+        KeepRows(kept, filled),
+        recomputing(remat),
+        Skip(rows.chunk, rows.compact),
+        call.showing(progress),
+        donates=donates,
+    )
+
+
+_context: Any = None
+"""A context of JAX, which is a part of what JAX finds its programs by.
+
+It is made when it is first needed, because JAX then compiles each program once more.
+"""
+
+
+def around() -> Progress | None:
+    """What the context shows; None: there is none."""
+    return None if _context is None else _context.value
+
+
+def silent() -> contextlib.AbstractContextManager[Any]:
+    """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
+    return contextlib.nullcontext() if around() is None else _context(None)
+
+
+def shown_around(call: Call) -> Progress | None:
+    """What is shown of a call that does not mention `progress`. Steps whose number is symbolic are not shown."""
+    shown = around()
+    if shown is None or not isinstance(call.length, int):
+        return None
+    from .._transforms.progress import label_of
+
+    verb = call.convention.verb
+    name = label_of(call.body, verb)
+    return dataclasses.replace(shown, label=shown.label or (name if name == verb else f"{verb} {name}"))
+
+
+@verb
+def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextManager[None]:
+    """Shows a bar for each loop of treescan within the context, also for those in the code of other libraries.
+
+    A loop that runs in a step of another loop of treescan has no bar, or it would have one in each step. A call's own
+    `progress` takes precedence: `progress=False` shows nothing. Loops that cannot have a bar run without.
+
+    A function under `jax.jit` is traced and compiled once more within the context, and keeps its old program outside.
+    When a process opens its first context, JAX also drops what it has compiled before. Open that one while no other
+    thread runs JAX. A context belongs to the thread that opens it.
+
+    Args:
+        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates`, `meter` and `batched`.
+            Without a label, a bar has the names of the verb and of the body. False and None: no bars within, not even
+            if the context is within another.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ArgumentError: for a `Progress` that cannot be had, or with `show` or `backward`.
+        ArgumentTypeError: if it is of another type.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def library_code(xs):
+        ...     return treescan.fold(lambda h, x: h + x, 0.0, xs)
+        >>> with treescan.progress():
+        ...     total = library_code(jnp.ones(100))
+    """
+    global _context
+    from .._transforms.progress import check_settings
+
+    checked = check_settings(progress)
+    for name in ("show", "backward"):
+        if checked is not None and getattr(checked, name):
+            raise Misuse(
+                f"{{call}}: `{name}` of a `Progress` is for a single loop, and the context may contain others.",
+                "Give it to the call of that loop, as its `progress`.",
+            )
+    _context = _context or jax.make_user_context(None)
+    return _context(checked)

@@ -1,0 +1,69 @@
+"""A linear function that is told its transpose, as `jax.custom_derivatives.linear_call` would have it.
+
+`linear_call` cannot be mapped, and cannot be differentiated by what the function reads beside its argument. Once JAX
+has both rules, `with_transpose(push, pull, given, ...)` is `linear_call(push, pull, read, given)`, and this file goes.
+Until then, one function of JAX takes a transpose and has all rules: `jax.lax.custom_linear_solve`. It is told a linear
+equation, how to solve it, and how to solve the transposed one. So we ask for the solution of
+
+    (given, out - push(given)) = (b, 0),    which is    given = b, out = push(b).
+
+For any right side (b, c), the solution is (b, c + push(b)), and that of the transposed equation is (b + pull(c), c).
+Reverse mode solves the latter. A derivative by what `push` reads is JAX's own, of the equation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .hoist import zeros_like
+
+Given = TypeVar("Given")
+Out = TypeVar("Out")
+
+
+def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], given: Given, like: Out) -> Out:
+    """`push(given)`, a linear function whose transpose is `pull`.
+
+    Args:
+        push: the function. It may close over what it reads.
+        pull: its transpose, from the cotangents of what it returns to those of what it is given.
+        given: a tree of arrays.
+        like: zeros of the types that it returns.
+    """
+
+    def equation(both: tuple[Given, Out]) -> tuple[Given, Out]:
+        given, out = _tied(both)
+        # The tangent of a linear function is the function. JAX 0.8 transposes a loop only as such a tangent.
+        _, pushed = jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))
+        return _tied((given, jax.tree.map(jax.lax.sub, out, pushed)))
+
+    def solve(_: Any, right: tuple[Given, Out]) -> tuple[Given, Out]:
+        given, out = right
+        return given, jax.tree.map(jax.lax.add, out, push(given))
+
+    def solve_transposed(_: Any, right: tuple[Given, Out]) -> tuple[Given, Out]:
+        given, out = right
+        return jax.tree.map(jax.lax.add, given, pull(out)), out
+
+    solution = jax.lax.custom_linear_solve(equation, _tied((given, like)), solve, solve_transposed)
+    return _tied(solution)[1]
+
+
+def _tied(tree: Any) -> Any:
+    """The tree itself, each leaf of which depends on every other one, so that none has a tangent of zero alone.
+
+    JAX transposes a solution only if all of the right side has a tangent. XLA removes what this adds.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    true = np.ones((), np.bool_)
+    total = functools.reduce(jax.lax.add, [jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves])
+    return jax.tree.unflatten(
+        structure,
+        [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
+    )
