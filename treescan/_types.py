@@ -98,9 +98,6 @@ Axes: TypeAlias = Any
 RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 """What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
 
-Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
-"""How the next layer's weights are gathered early: 1 gathers them on all devices; or a function of one layer."""
-
 FiniteCheck: TypeAlias = bool | Literal["backward"]
 """Whether the carry is checked after each step, or its cotangents in reverse mode."""
 
@@ -331,7 +328,6 @@ class LayersOptions(IndexOptions, PartOption, total=False):
     length: int | None
     in_axes: Axes
     remat: RematLike | Sequence[RematLike | None] | None
-    prefetch: Prefetch
     progress: ProgressLike
 
 

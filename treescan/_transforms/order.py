@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 ORDER = (
     Place(
-        ("OverAxes", "InChunks", "ComputeOnce", "Count", "OverRows", "EndEarly", "Prefetch"),
+        ("OverAxes", "InChunks", "ComputeOnce", "Count", "OverRows", "EndEarly"),
         "They make what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
         "condition that sees the carry as it was given.",
     ),

@@ -193,13 +193,6 @@ def refuse_devices() -> None:
         raise _refused("does not work within `jax.shard_map` or `jax.pmap`.", cure)
 
 
-def refuse_prefetch(gather: Any) -> None:
-    """Refuses to look at layers of which the next one is gathered ahead."""
-    if gather is not None:
-        cure = "Leave out one of the two: the results are the same without `prefetch`."
-        raise _refused("does not look at layers with `prefetch`.", cure)
-
-
 def _refused(says: str, cure: str) -> Fault:
     return Misuse(f"{{verb}} over {{body}}: `check_finite` {says}", cure)
 
