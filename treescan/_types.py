@@ -98,9 +98,6 @@ Axes: TypeAlias = Any
 RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 """What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
 
-FiniteCheck: TypeAlias = bool | Literal["backward"]
-"""Whether the carry is checked after each step, or its cotangents in reverse mode."""
-
 Returned: TypeAlias = Literal["return"]
 """A report is returned of what a check of the carry finds; overloads of their own have it."""
 
@@ -210,7 +207,7 @@ class ScanOptions(OutputOptions, PartOption, total=False):
     truncate: int | None
     name: str | None
     progress: ProgressLike
-    check_finite: FiniteCheck
+    check_finite: bool
 
 
 class ChunkOptions(TypedDict, total=False):
@@ -235,7 +232,7 @@ class IndexOptions(TypedDict, total=False):
     reverse: bool
     unroll: int | bool
     name: str | None
-    check_finite: FiniteCheck
+    check_finite: bool
 
 
 class ForiOptions(IndexOptions, total=False):

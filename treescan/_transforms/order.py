@@ -29,7 +29,7 @@ ORDER = (
         ("BeginSegments",), "It changes the init. All that looks at the first state has to see the one that is used."
     ),
     Place(
-        ("CheckFinite", "CheckCotangents"),
+        ("CheckFinite",),
         "They look at what the body itself returns. Padding is hidden outside of them, and what a gradient recomputes "
         "is reported once.",
     ),

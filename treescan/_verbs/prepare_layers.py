@@ -42,7 +42,7 @@ from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Axes, FiniteCheck, ProgressLike, Remat, Save
+from .._types import Axes, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import Prepared, body_of, first_position, recording
 
@@ -363,7 +363,7 @@ def prepare_layers(
     offset: ArrayLike | None = None,
     remat: Any = None,
     save: Save = "all",
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
     progress: ProgressLike = None,
     name: str | None = None,
 ) -> PreparedLayers:
@@ -414,7 +414,7 @@ def _transforms(
     plans: Remats,
     save: Save,
     out_axes: Axes,
-    check_finite: FiniteCheck,
+    check_finite: bool,
     progress: ProgressLike,
 ) -> tuple[Transform | None, ...]:
     """What the options of a verb over layers do."""

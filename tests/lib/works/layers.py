@@ -33,7 +33,6 @@ FORMS = {
     "check_finite": Form("check_finite", {"check_finite": True}, free=True),
     'check_finite="return"': Form("check_finite", {"check_finite": "return"}),
     **PART,
-    'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
     "progress": Form("progress", {"progress": SILENT}, free=True),
