@@ -83,17 +83,15 @@ def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | N
         shown.append(griffe.Parameter(given.name, annotation=annotation, kind=given.kind, default=given.default))
     if "options" in typed:
         known = {parameter.name for parameter in shown}
-        shown += options_of(package, str(typed["options"].annotation), known, of_streams="stream" in function.name)
+        shown += options_of(package, str(typed["options"].annotation), known)
     return griffe.Parameters(*shown)
 
 
-def options_of(package: griffe.Module, annotation: str, known: set[str], *, of_streams: bool) -> list[griffe.Parameter]:
+def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list[griffe.Parameter]:
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
     verbs = ["stream.stream", "mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers"]
     defaults = {
-        parameter.name: parameter.default
-        for verb in (*verbs, *verbs[: int(of_streams)])  # `prefetch` counts parts there, and layers elsewhere
-        for parameter in package[f"_verbs.{verb}"].parameters
+        parameter.name: parameter.default for verb in verbs for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
     annotations = options_in(package, annotation.removeprefix("Unpack[").removesuffix("]")) | annotations

@@ -233,15 +233,15 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("while_*",),
         ),
         Topic(
-            "Layers, and prefetch",
-            "Pass values that all layers share as `args`. `prefetch` needs a mesh and weights.",
-            ("layers_args_array", "layers_prefetch_without_a_mesh"),
+            "Layers",
+            "Pass values that all layers share as `args`.",
+            ("layers_args_array",),
             ("layers_*", "init_layers_*", "pattern_*"),
         ),
         Topic(
             "check_finite and progress",
             "The message names the loops that do not support them, and an alternative.",
-            ("check_finite_with_prefetch",),
+            ("check_finite_within_shard_map",),
             ("check_finite_*", "progress_*"),
         ),
         Topic(

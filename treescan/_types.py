@@ -98,12 +98,6 @@ Axes: TypeAlias = Any
 RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 """What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
 
-Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
-"""How the next layer's weights are gathered early: 1 gathers them on all devices; or a function of one layer."""
-
-FiniteCheck: TypeAlias = bool | Literal["backward"]
-"""Whether the carry is checked after each step, or its cotangents in reverse mode."""
-
 Returned: TypeAlias = Literal["return"]
 """A report is returned of what a check of the carry finds; overloads of their own have it."""
 
@@ -213,7 +207,7 @@ class ScanOptions(OutputOptions, PartOption, total=False):
     truncate: int | None
     name: str | None
     progress: ProgressLike
-    check_finite: FiniteCheck
+    check_finite: bool
 
 
 class ChunkOptions(TypedDict, total=False):
@@ -238,7 +232,7 @@ class IndexOptions(TypedDict, total=False):
     reverse: bool
     unroll: int | bool
     name: str | None
-    check_finite: FiniteCheck
+    check_finite: bool
 
 
 class ForiOptions(IndexOptions, total=False):
@@ -331,7 +325,6 @@ class LayersOptions(IndexOptions, PartOption, total=False):
     length: int | None
     in_axes: Axes
     remat: RematLike | Sequence[RematLike | None] | None
-    prefetch: Prefetch
     progress: ProgressLike
 
 

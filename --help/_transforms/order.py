@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 ORDER = (
     Place(
-        ("OverAxes", "InChunks", "ComputeOnce", "Count", "OverRows", "EndEarly", "Prefetch"),
+        ("OverAxes", "InChunks", "ComputeOnce", "Count", "OverRows", "EndEarly"),
         "They make what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
         "condition that sees the carry as it was given.",
     ),
@@ -29,7 +29,7 @@ ORDER = (
         ("BeginSegments",), "It changes the init. All that looks at the first state has to see the one that is used."
     ),
     Place(
-        ("CheckFinite", "CheckCotangents"),
+        ("CheckFinite",),
         "They look at what the body itself returns. Padding is hidden outside of them, and what a gradient recomputes "
         "is reported once.",
     ),

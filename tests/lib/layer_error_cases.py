@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices, with_ref
+from error_cases import XS as X, case, mesh_of, named, on_mesh, with_ref
 from jax.sharding import NamedSharding, PartitionSpec
 
 from treescan import fold_layers, init_layers, layer_at, layers_to_state_dict, scan_layers, set_layer, stack, unstack
@@ -131,15 +131,6 @@ def init_layers_shardings_misfit(one):
     return init_layers(init, jax.random.key(0), 4, shardings=shardings)
 
 
-@case(less=("disable_jit", "vmap"))
-def layers_prefetch_of_a_block_with_an_effect(one):
-    def block(layer, x):
-        jax.experimental.io_callback(lambda: None, None)
-        return x
-
-    return folded(one, block, prefetch=lambda layer: layer)
-
-
 @case()
 def block_changes_its_module(one):
     from flax import nnx
@@ -250,14 +241,6 @@ case()(
     layers_option_of_mask_scan=lambda one: scanned(one, lengths=jnp.array([3])),
     layers_args_array=lambda one: scanned(one, args=one),
     layers_remat_sequence_for_one_block=lambda one: scanned(one, remat=["step"]),
-    layers_prefetch_two=lambda one: folded(one, prefetch=2),
-    layers_prefetch_without_a_mesh=lambda one: folded(one, prefetch=1),
-    layers_prefetch_of_another_tree=lambda one: folded(one, prefetch=jax.tree.leaves),
-    layers_prefetch_with_remat_nested=lambda one: folded(one, prefetch=1, remat="nested"),
-    layers_prefetch_of_a_pattern=lambda one: fold_layers([block_alone, block_alone], X, two(one), prefetch=1),
-    layers_prefetch_without_weights=lambda one: fold_layers(
-        lambda layer, x, w: x * w, X, None, args=(one,), length=3, prefetch=1
-    ),
     # The parameters of a block.
     block_without_its_args=lambda one: scanned(
         one, named("block", lambda layer, x, mask, scale: (x * mask * scale, None))
@@ -306,19 +289,4 @@ case(less=("disable_jit", "vmap"))(
             [local, named("block", lambda layer, x: (x + ref[...], None))], X, two(one), remat=[None, "step"]
         )
     ),
-    layers_prefetch_over_a_ref=lambda one: with_ref(
-        lambda ref: scanned(one, named("block", lambda layer, x: (x + ref[...], None)), prefetch=lambda layer: layer)
-    ),
-)
-
-case(less=("disable_jit", "jit", "vmap", "grad"))(
-    layers_prefetch_in_forward_mode=lambda one: jax.jvp(
-        lambda x: folded(one, x=x, prefetch=lambda layer: layer), (X,), (X,)
-    )
-)
-
-case(less=("disable_jit", "vmap", "grad"))(
-    layers_prefetch_within_shard_map=lambda one: over_devices(
-        lambda layers: fold_layers(block_alone, X, layers, prefetch=1), mesh_of(1)
-    )(denses(one))
 )

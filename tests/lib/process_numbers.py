@@ -104,28 +104,22 @@ def train_alone(data: Data) -> Any:
     return descend(jax.jit(jax.value_and_grad(loss)), jnp.asarray(data.w))
 
 
-def layers(at: Place, data: Data, **options: Any) -> Any:
+def layers(at: Place, data: Data) -> Any:
     """A stack of which each process holds some columns of every layer."""
     h, stack = at.put(data.h, "d"), at.put(data.stack, None, None, "d")
 
     def block(w: Any, h: Any) -> Any:
-        if "prefetch" not in options:
-            reshard = jax.sharding.reshard if at.kind == "Explicit" else jax.lax.with_sharding_constraint
-            w = reshard(w, at.sharding())
-        return cell(w, h, 0.5)
+        reshard = jax.sharding.reshard if at.kind == "Explicit" else jax.lax.with_sharding_constraint
+        return cell(reshard(w, at.sharding()), h, 0.5)
 
     def loss(stack: Any, h: Any) -> Any:
-        last, ys = treescan.scan_layers(lambda w, h: (block(w, h),) * 2, h, stack, remat="step", **options)
-        return (last**2).mean() + (ys**3).mean() + treescan.fold_layers(block, h, stack, **options).mean()
+        last, ys = treescan.scan_layers(lambda w, h: (block(w, h),) * 2, h, stack, remat="step")
+        return (last**2).mean() + (ys**3).mean() + treescan.fold_layers(block, h, stack).mean()
 
     with jax.set_mesh(at.mesh):
         value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(stack, h)
     assert gradients[0].sharding.shard_shape(gradients[0].shape)[2] == D // jax.device_count() or at.kind == "Auto"
     return [value, *gradients]
-
-
-def layers_ahead(at: Place, data: Data) -> Any:
-    return layers(at, data, prefetch=1)
 
 
 def layers_alone(data: Data) -> Any:
@@ -203,12 +197,10 @@ def stream_alone(data: Data) -> Any:
 CASES: dict[str, tuple[Callable[[Place, Data], Any], Callable[[Data], Any]]] = {
     "train": (train, train_alone),
     "layers": (layers, layers_alone),
-    "layers ahead": (layers_ahead, layers_alone),
     "until": (until, until_alone),
     "stream": (stream, stream_alone),
 }
 """What the processes run together, and what one runs alone."""
-DAILY = [name for name in CASES if name != "layers ahead"]
 
 
 def whole(value: Any) -> Any:
@@ -219,9 +211,8 @@ def whole(value: Any) -> Any:
 
 
 def main() -> None:
-    _, _, (kinds, names) = join()
-    for kind, name in itertools.product(kinds.split(","), names.split(",")):
-        together, _ = CASES[name]
+    _, _, (kinds,) = join()
+    for kind, (name, (together, _)) in itertools.product(kinds.split(","), CASES.items()):
         found = [whole(value) for value in together(Place(kind), Data())]
         print(json.dumps({"kind": kind, "name": name, "found": found}), flush=True)
     if jax.process_count() > 1:

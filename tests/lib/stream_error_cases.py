@@ -100,7 +100,7 @@ case(less=HOST)(
     stream_truncate=lambda one: run(truncate=2),
     stream_in_axes=lambda one: run(in_axes=1),
     stream_parts_on_part=lambda one: stream_parts(step, jnp.float32(0), XS, chunk=5, on_part=print),
-    stream_check_finite_backward=lambda one: run(check_finite="backward"),
+    stream_check_finite_return=lambda one: run(check_finite="return"),
     stream_progress_updates=lambda one: run(progress=Progress(updates=3)),
     stream_checkpoint_number=lambda one: run(checkpoint=3),
     stream_checkpoint_every_zero=lambda one: run(checkpoint=Checkpoint("runs", every=0)),

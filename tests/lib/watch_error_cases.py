@@ -10,7 +10,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from error_cases import case, exported, mesh_of, named, over_devices
+from error_cases import case, exported, mesh_of, over_devices
 
 from treescan import (
     AbstractProgressMeter,
@@ -59,24 +59,10 @@ case(less=("jit", "grad", "vmap"))(check_finite_finds_a_step=lambda one: scan(ro
 
 case()(
     check_finite_forward=lambda one: scan(step, one, XS, check_finite="forward"),
-    check_finite_backward_with_truncate=lambda one: scan(step, one, XS, truncate=2, check_finite="backward"),
-    check_finite_with_prefetch=lambda one: scan_layers(
-        lambda layer, x: (x + layer, x), one, XS, prefetch=lambda layer: layer, check_finite=True
-    ),
+    check_finite_backward=lambda one: scan(step, one, XS, check_finite="backward"),
     check_finite_within_shard_map=lambda one: over_devices(
         lambda xs: scan(step, xs[0], xs, check_finite=True)[1], mesh_of(1)
     )(one * XS),
-)
-
-case(less=("grad", "vmap", "jit", "disable_jit"))(
-    check_finite_backward_in_forward_mode=lambda one: jax.jvp(
-        lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,)
-    ),
-    check_finite_backward_of_while_scan_in_forward_mode=lambda one: jax.jvp(
-        named("run", lambda one: while_scan(lambda h: h < 3, step, one, XS, check_finite="backward").carry),
-        (one,),
-        (one,),
-    ),
 )
 
 
@@ -147,9 +133,6 @@ case()(
     progress_backward_of_while_scan=lambda one: progressing(one, ending, backward=True),
     progress_context_with_show=lambda one: progress(Progress(show=lambda carry: {"h": carry})),
     progress_context_of_a_number=lambda one: progress(100),
-    progress_of_layers_with_prefetch=lambda one: scan_layers(
-        lambda layer, x: (x + layer, x), one, (jnp.ones(3) * one), prefetch=lambda layer: layer, progress="layers"
-    ),
 )
 
 case(less=("disable_jit", "jit", "vmap", "grad"))(

@@ -81,7 +81,6 @@ OPTIONS = {
     "save": {"save": "last"},
     "truncate": {"truncate": 2},
     "check_finite": {"check_finite": True},
-    "backward": {"check_finite": "backward"},
 }
 GRID = all_pairs(list(itertools.product(RUNS, VERBS, OPTIONS)))
 

@@ -157,13 +157,11 @@ def packed_rows(given: Any, *, split: str = "data", **options: Any) -> Any:
 RUNS = {
     "lengths": lengths_of_rows,
     "lengths, hold, reverse": functools.partial(lengths_of_rows, fill="hold", reverse=True),
-    'lengths, check_finite="backward"': functools.partial(lengths_of_rows, check_finite="backward"),
     "mask": mask_of_rows,
     "mask, reverse, reset_to": functools.partial(mask_of_rows, reverse=True, reset_to=0.25),
     "two axes of rows": two_axes_of_rows,
     "rows that stop": rows_that_stop,
     "rows that stop, reverse, save": functools.partial(rows_that_stop, reverse=True, save="last"),
-    'rows that stop, check_finite="backward"': functools.partial(rows_that_stop, check_finite="backward"),
     "shared leaf": shared_leaf,
     "shared leaf, check_finite": functools.partial(shared_leaf, check_finite=True),
     "unchanged leaf": unchanged_leaf,
@@ -285,7 +283,7 @@ VERBS: dict[str, Any] = {
     "layers": lambda h, xs, n, **o: treescan.fold_layers(lambda layer, h: step(h, layer), h, xs, **o),
     "rows that stop": counted_rows,
 }
-CHECKS: list[dict[str, Any]] = [{}, {"check_finite": True}, {"check_finite": "backward"}]
+CHECKS: list[dict[str, Any]] = [{}, {"check_finite": True}]
 MAPPED: list[tuple[str, dict[str, Any]]] = [(verb, options) for options in CHECKS for verb in VERBS]
 MAPPED.append(("scan", {"progress": treescan.Progress(meter=treescan.Text())}))
 

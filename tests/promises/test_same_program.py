@@ -127,12 +127,11 @@ def test_name_is_no_operation_and_stands_in_the_profile():
 # What is off leaves no trace.
 
 BAR = treescan.Progress("loop", meter=treescan.Text())
-OFF = {"progress": ((None, False), BAR), "check_finite": ((False,), True), "prefetch": ((None,), lambda layer: layer)}
+OFF = {"progress": ((None, False), BAR), "check_finite": ((False,), True)}
 OF_LAYERS = ("scan_layers", "fold_layers", "pattern")
 WITH = {
     "progress": ("scan", "fold", "fori", "lengths", *OF_LAYERS),
     "check_finite": ("scan", "fold", "fori", "lengths", *OF_LAYERS),
-    "prefetch": ("scan_layers", "fold_layers"),
 }
 
 

@@ -1,7 +1,7 @@
 """`check_finite` in every kind of loop: what is planted is named, and nothing else is.
 
 A loop of the table runs one body, `advance`, over the flags and numbers of T steps and B rows. Where a flag is not 1, a
-value of that row goes wrong, or its cotangent. In steps that a row does not take, flags are wrong and numbers are NaN.
+value of that row goes wrong. In steps that a row does not take, flags are wrong and numbers are NaN.
 """
 
 import functools
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import go, halve, named
+from nonfinite import go, named
 
 import treescan
 from treescan import In
@@ -38,22 +38,19 @@ class Flaw(NamedTuple):
     """What is planted.
 
     Attributes:
-        check: the option that finds it.
         rule: changes a leaf by a flag, well where the flag is 1.
         flag: what makes it go wrong.
-        kind: what the leaf or its cotangent becomes.
-        operation: where, if it is a value.
+        kind: what the leaf becomes.
+        operation: where.
     """
 
-    check: Any
     rule: Callable[[Any, Any], Any]
     flag: float
     kind: str
-    operation: str = ""
+    operation: str
 
 
-FORWARD = (Flaw(True, spoil, -1.0, "NaN", "log"), Flaw(True, burst, 0.0, "inf", "div"))
-BACKWARD = (Flaw("backward", halve, jnp.nan, "NaN"), Flaw("backward", halve, jnp.inf, "inf"))
+FLAWS = (Flaw(spoil, -1.0, "NaN", "log"), Flaw(burst, 0.0, "inf", "div"))
 
 
 def advance(rule: Any, h: Any, x: Any) -> Any:
@@ -173,7 +170,7 @@ def lifted(rule: Any, data: Data, scale: Any, place: str = "carry", **options: A
 
 
 WAYS = ("eager", "jit", "vmap", "grad of vmap", "disable_jit")
-"""How a call is run: those that differentiate for a cotangent take the gradient, in these ways."""
+"""How a call is run."""
 
 
 class Loop(NamedTuple):
@@ -183,7 +180,6 @@ class Loop(NamedTuple):
     given: dict[str, Any]
     options: Mapping[str, Any] = MappingProxyType({})
     ways: tuple[str, ...] = WAYS
-    directions: tuple[str, ...] = ("forward", "backward")
 
 
 BAR = treescan.Progress(updates=2, meter=treescan.Text())
@@ -198,7 +194,7 @@ LOOPS: dict[str, Loop] = {
     "rows chunk": Loop(rows, {}, {"chunk": 3}),
     "rows compact": Loop(rows, {}, {"compact": True}),
     "rows last": Loop(rows, {}, {"save": "last"}),
-    "rows truncate": Loop(rows, {}, {"truncate": 2}, ways=("jit", "vmap", "disable_jit"), directions=("forward",)),
+    "rows truncate": Loop(rows, {}, {"truncate": 2}, ways=("jit", "vmap", "disable_jit")),
     "rows progress": Loop(rows, {}, {"progress": BAR}, ways=("eager", "jit")),
     "rows wide": Loop(rows, {"form": "wide"}),
     "rows holes": Loop(rows, {"form": "holes"}),
@@ -227,9 +223,9 @@ LOOPS: dict[str, Loop] = {
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def total(loop: Loop, rule: Any, check: Any, data: Data, scale: Any) -> Any:
+def total(loop: Loop, rule: Any, data: Data, scale: Any) -> Any:
     """The sum of squares of all that comes out, but for infinities."""
-    found = jax.tree.leaves(loop.run(rule, data, scale, check_finite=check, **loop.given, **loop.options))
+    found = jax.tree.leaves(loop.run(rule, data, scale, check_finite=True, **loop.given, **loop.options))
     numbers = [leaf for leaf in found if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return sum((jnp.where(jnp.isinf(leaf), 0.0, leaf) ** 2).sum() for leaf in numbers)
 
@@ -237,7 +233,7 @@ def total(loop: Loop, rule: Any, check: Any, data: Data, scale: Any) -> Any:
 def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int, list[int], Any]:
     """Data of a loop; the step that is to be named, its rows, and which steps came before it.
 
-    Two steps go wrong, of which the check meets one first: a value in the order of the loop, a cotangent against it.
+    Two steps go wrong, of which the first in the order of the loop is to be named.
     """
     random = np.random.default_rng(seed)
     lengths = np.full(B, T)
@@ -254,10 +250,10 @@ def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int
     if loop.given.get("form") == "holes":
         valid = random.random((T, B)) < 0.6
         valid[3] = True
-    flags = np.where(valid, 1.0, jnp.nan if flaw.check == "backward" else flaw.flag)
+    flags = np.where(valid, 1.0, flaw.flag)
     ran = sorted(np.flatnonzero(valid.any(1)), key=lambda step: order[step])
     first, second = sorted(random.choice(len(ran), 2, replace=False))
-    at, later = (ran[second], ran[first]) if flaw.check == "backward" else (ran[first], ran[second])
+    at, later = ran[first], ran[second]
     hit = sorted(
         random.choice(np.flatnonzero(valid[at]), random.integers(1, valid[at].sum() + 1), replace=False).tolist()
     )
@@ -273,44 +269,36 @@ def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int
     return data, int(at), hit, valid & (order < order[at])[:, None]
 
 
-EVERY_DAY = {("scan", "forward"), ("scan", "backward")}
-
-
 def cases() -> list[Any]:
-    """Each loop in both directions, in one of its ways each."""
+    """Each loop in one of its ways."""
     found = []
     for i, (name, loop) in enumerate(LOOPS.items()):
-        for direction, flaws, turn in (("forward", FORWARD, 0), ("backward", BACKWARD, 2)):
-            if direction in loop.directions:
-                way = loop.ways[(i + turn) % len(loop.ways)]
-                marks = () if (name, direction) in EVERY_DAY else pytest.mark.slow
-                case = name, direction, way, flaws[(i + turn) // 2 % 2]
-                found.append(pytest.param(*case, id=f"{name}-{direction}-{way}", marks=marks))
+        way, flaw = loop.ways[i % len(loop.ways)], FLAWS[i // 2 % 2]
+        marks = () if name in ("scan", "rows") else pytest.mark.slow
+        found.append(pytest.param(name, way, flaw, id=f"{name}-{way}", marks=marks))
     return found
 
 
-@pytest.mark.parametrize(("name", "direction", "way", "flaw"), cases())
-def test_what_is_planted_is_named(name: str, direction: str, way: str, flaw: Flaw) -> None:
-    loop, backward = LOOPS[name], direction == "backward"
+@pytest.mark.parametrize(("name", "way", "flaw"), cases())
+def test_what_is_planted_is_named(name: str, way: str, flaw: Flaw) -> None:
+    loop = LOOPS[name]
     data, at, hit, before = draw(loop, flaw, len(name), planted=True)
-    call = functools.partial(total, loop, flaw.rule, flaw.check)
-    text, record = named(lambda: go(way, call, data, backward=backward))
+    call = functools.partial(total, loop, flaw.rule)
+    text, record = named(lambda: go(way, call, data))
 
     path = {layers: 'x["cell"]', lifted: 'carry["cell"]'}.get(loop.run, 'h["cell"]')
     path = 'variables["sums"]["s"]' if loop.given.get("place") == "collection" else path
     unit, most = "layer" if loop.run is layers else "step", "at most " if loop.run is until else ""
     stack = f"layer {at // 2} of `layers[{at % 2}]`; " if loop.given.get("form") == "pattern" else ""
     of_rows = f"row{'s' * (len(hit) > 1)} {' and '.join(', '.join(map(str, hit)).rsplit(', ', 1))}"
-    what = "the cotangent of " if backward else ""
-    assert f"{what}`{path}` became {flaw.kind} in {unit} {at} of {most}{T} ({stack}{of_rows})" in text
-    if not backward:
-        assert f", first in `{flaw.operation}` at" in text
-        assert f"test_finite.py:{flaw.rule.__code__.co_firstlineno + 1}" in text
-        assert "; the carry before it was finite." in text or loop.given.get("form") == "infinite"
+    assert f"`{path}` became {flaw.kind} in {unit} {at} of {most}{T} ({stack}{of_rows})" in text
+    assert f", first in `{flaw.operation}` at" in text
+    assert f"test_finite.py:{flaw.rule.__code__.co_firstlineno + 1}" in text
+    assert "; the carry before it was finite." in text or loop.given.get("form") == "infinite"
     if stack:
         assert f"`scan_layers` over `{'other' if at % 2 else 'block'}`" in text
 
-    assert (record.backward, record.unit, record.ends_early) == (backward, unit, bool(most))
+    assert (record.unit, record.ends_early) == (unit, bool(most))
     assert (record.path, record.kind, record.step, record.steps) == (path, flaw.kind, at, T)
     assert record.rows == tuple(hit)
     carry = record.carry.carry if loop.run is lifted else record.carry
@@ -322,7 +310,7 @@ def test_what_is_planted_is_named(name: str, direction: str, way: str, flaw: Fla
         h, x = given_to(loop, record)
         np.testing.assert_array_equal(x[0][np.array(hit)], np.float32(flaw.flag))
         again = np.asarray(advance(flaw.rule, h, x)[0]["cell"]).reshape(-1, B)[0]
-        assert backward or np.flatnonzero(np.asarray(data.valid)[at] & ~np.isfinite(again)).tolist() == hit
+        assert np.flatnonzero(np.asarray(data.valid)[at] & ~np.isfinite(again)).tolist() == hit
 
 
 WITHOUT_X = {name for name in LOOPS if "shared" in name or "fori" in name}

@@ -172,26 +172,6 @@ def test_a_primitive_that_looks_otherwise_is_taken_as_a_whole(monkeypatch: pytes
     assert "(row 2), first in `exp` at" in text
 
 
-@pytest.mark.parametrize("rows", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_cotangent_is_explained_in_its_own_row(rows: bool) -> None:
-    """The cotangent of row 1 is infinite times 0 in `sqrt`; that of row 0 is infinite in a place that is dropped."""
-
-    def walk(h: Any, x: Any) -> Any:
-        safe = jnp.where(x > 0.5, h * x, h)
-        return jnp.where(x < -0.5, h, jnp.sqrt(safe * jnp.where(x == 0.25, 0.0, 1.0)) + h)
-
-    xs = jnp.ones((4, 3)).at[2].set(jnp.array([-1.0, 0.25, 1.0]))
-    options = {"lengths": jnp.array([4, 4, 2])} if rows else {}
-
-    def loss(h: Any) -> Any:
-        return treescan.fold(walk, h, xs, check_finite="backward", **options).sum()
-
-    text = caught(lambda: jax.grad(loss)(jnp.ones(3)))
-    assert "the cotangent of `h` became NaN in step 2 of 4 (row 1), first in `mul` at" in text
-    place = f"test_finite_blame.py:{walk.__code__.co_firstlineno + 2}; the carry in that step was finite"
-    assert place in text
-
-
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow((jnp.float16,), (jnp.complex64,))])
 def test_every_dtype(dtype: Any) -> None:
     def step(h: Any, x: Any) -> Any:

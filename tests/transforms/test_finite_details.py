@@ -1,4 +1,4 @@
-"""`check_finite`, in particular: records, cotangents, rows, loops within loops. `test_finite.py` has all loops."""
+"""`check_finite`, in particular: records, rows, loops within loops. `test_finite.py` has all loops."""
 
 import functools
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bars import bars, progress
-from nonfinite import caught, go, halve, named
+from nonfinite import caught, go, named
 from thin import slow
 
 import treescan
@@ -49,18 +49,16 @@ def test_a_custom_carry_is_read(rows: bool) -> None:
     assert record.carry["mean"].shape == (2, 1)
 
 
-@pytest.mark.parametrize(("way", "check"), [("jit", True), *slow(("eager", "backward"))])
-def test_keys_stay_keys_in_the_record(way: str, check: Any) -> None:
+def test_keys_stay_keys_in_the_record() -> None:
     def body(carry: Any, x: Any) -> Any:
         key, h = carry
         return (jax.random.split(key)[0], jnp.sqrt(h) - h), jax.random.uniform(x)
 
     def call(h: Any) -> Any:
         keys = jax.random.split(jax.random.key(1), 7)
-        return treescan.scan(body, (jax.random.key(0), h), keys, check_finite=check)[0][1]
+        return treescan.scan(body, (jax.random.key(0), h), keys, check_finite=True)[0][1]
 
-    call = call if check is True else jax.grad(call)
-    _, record = named(lambda: (jax.jit(call) if way == "jit" else call)(jnp.float32(2)))
+    _, record = named(lambda: jax.jit(call)(jnp.float32(2)))
     for key in (record.carry[0], record.x):
         assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
     assert (
@@ -130,58 +128,18 @@ def test_a_body_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.split("\n")[:-1] == ["seen 1.0", "seen -1.0"]
 
 
-# --- cotangents -------------------------------------------------------------------------------------------------------
+# --- what is given whole ----------------------------------------------------------------------------------------------
 
 
-def rooted(verb: str, h: Any) -> Any:
-    """The root of 0 times what a loop makes, of which the cotangent is NaN."""
-    options: Any = {"check_finite": "backward"}
-    if verb == "while_scan":
-        end = treescan.while_scan(lambda h: h < 3, lambda h, x: (h + x, h), h, jnp.ones(9), **options).carry
-    elif verb == "scan_layers":
-        end, _ = treescan.scan_layers([lambda w, x: (x * w, None)] * 2, h, [jnp.ones(3), jnp.ones(2)], **options)
-    else:
-        end = treescan.fold(lambda h, x: h * x, h, jnp.ones(4), **options)
-    return jnp.sqrt(end * 0)
-
-
-@pytest.mark.parametrize(
-    ("verb", "place"),
-    [
-        ("fold", "step 3 of 4; it was so before that step"),
-        ("while_scan", "step 2 of at most 9; it was so before that step"),
-        ("scan_layers", "layer 4 of 5 (layer 2 of `layers[0]`); it was so before that layer"),
-    ],
-)
-def test_what_comes_from_the_result_is_no_step(verb: str, place: str) -> None:
-    text = caught(lambda: jax.grad(functools.partial(rooted, verb))(jnp.float32(0)))
-    assert f"became NaN in {place}, from what is computed of" in text
-
-
-def test_a_loop_that_is_not_differentiated_has_no_cotangents() -> None:
-    treescan.fold(lambda h, x: h, 1.0, jnp.ones(3), check_finite=True)
-    before = treescan.last_nonfinite()
-    rooted("fold", jnp.float32(0))
-    treescan.fold(lambda h, x: h * x, jnp.float32(1), jnp.full(3, jnp.nan), check_finite="backward")
-    jax.effects_barrier()
-    assert treescan.last_nonfinite() is before
-
-
-def test_the_gradient_of_a_vmap_of_a_loop_that_ends_early_is_refused() -> None:
-    with pytest.raises(treescan.ArgumentError, match=r"Take `jax.vmap` of `jax.grad`"):
-        jax.grad(lambda h: jax.vmap(functools.partial(rooted, "while_scan"))(h).sum())(jnp.ones(2))
-
-
-@pytest.mark.parametrize("check", [True, "backward"])
 @pytest.mark.parametrize("is_eager", [False, True])
-def test_an_array_that_lift_gives_whole(check: Any, is_eager: bool) -> None:
+def test_an_array_that_lift_gives_whole(is_eager: bool) -> None:
     """A value that all steps share is computed before the loop, and leads to no other name and no other x."""
 
     def fn(variables: Any, rngs: Any, carry: Any, x: Any, whole: Any) -> Any:
         made = jax.random.uniform(jax.random.key(0), (2,))
         return (carry * x * whole["w"] + made.sum(), made), {}
 
-    run = treescan.lift(fn, in_axes=(0, None), out_axes=None, check_finite=check)
+    run = treescan.lift(fn, in_axes=(0, None), out_axes=None, check_finite=True)
     whole = {"w": jnp.float32(jnp.nan)}
     with jax.disable_jit(is_eager):
         text, record = named(
@@ -191,15 +149,14 @@ def test_an_array_that_lift_gives_whole(check: Any, is_eager: bool) -> None:
     assert record.x.args[0] == 1 and np.isnan(record.x.args[1]["w"])
 
 
-@pytest.mark.parametrize("check", [True, "backward"])
-def test_an_array_given_whole_beside_a_key_that_is_checked_for_reuse(check: Any) -> None:
+def test_an_array_given_whole_beside_a_key_that_is_checked_for_reuse() -> None:
     def body(h: Any, x: Any) -> Any:
         key, scale = x
         return h * scale * jax.random.uniform(key), None
 
     def run(h: Any) -> Any:
         xs = (jax.random.split(jax.random.key(0), 3), jnp.float32(jnp.nan))
-        return treescan.scan(body, h, xs, in_axes=(0, None), check_finite=check)[0]
+        return treescan.scan(body, h, xs, in_axes=(0, None), check_finite=True)[0]
 
     with jax.debug_key_reuse(True):
         assert "which got it from `x[1]`" in caught(lambda: jax.grad(run)(jnp.float32(1)))
@@ -276,40 +233,17 @@ def test_packed_sequences(reverse: bool, inits: bool) -> None:
     assert packed.data[record.step, row] == -9 and "first in `log`" in text
 
 
-@pytest.mark.parametrize("check", [True, "backward"])
-def test_a_batch_without_rows_has_nothing_to_look_at(check):
+def test_a_batch_without_rows_has_nothing_to_look_at():
     h, xs = jnp.zeros((0, 3)), jnp.ones((4, 0, 3))
     step = lambda h, x: (h + x, h)  # noqa: E731
-    run = lambda h: treescan.mask_scan(step, h, xs, lengths=jnp.zeros(0, int), check_finite=check)  # noqa: E731
+    run = lambda h: treescan.mask_scan(step, h, xs, lengths=jnp.zeros(0, int), check_finite=True)  # noqa: E731
     for carry, ys in (
         run(h),
         jax.jit(run)(h),
-        treescan.while_scan(lambda h: h[:, 0] < 1, step, h, xs, check_finite=check)[:2],
+        treescan.while_scan(lambda h: h[:, 0] < 1, step, h, xs, check_finite=True)[:2],
     ):
         assert (carry.shape, ys.shape) == (h.shape, xs.shape)
     assert jax.grad(lambda h: run(h)[0].sum())(h).shape == h.shape
-
-
-@pytest.mark.slow
-def test_cotangents_of_packed_sequences_are_named() -> None:
-    """Each sequence has a carry of its own in the result, whose cotangent enters where the sequence ends."""
-    packed = treescan.pack([jnp.ones((n, 2)) for n in (3, 4, 2, 5)], rows=2, length=8)
-
-    def loss(kind: str, h: Any) -> Any:
-        def body(h: Any, x: Any) -> Any:
-            flag = jnp.where((h[:, 0] > 1.7) & (kind == "step"), jnp.nan, 1.0)
-            return halve(h, flag[:, None] * x) + x, h.sum(-1)
-
-        ends, _ = treescan.mask_scan(body, h, packed, check_finite="backward")
-        return (jnp.sqrt(ends[1] * 0) if kind == "result" else ends).sum()
-
-    h = jnp.ones((2, 2))
-    assert "the cotangent of `h` became NaN in step" in caught(lambda: jax.grad(functools.partial(loss, "step"))(h))
-    text = caught(lambda: jax.grad(functools.partial(loss, "result"))(h))
-    assert "it was so before that step, from what is computed of the result" in text
-    last = treescan.last_nonfinite()
-    assert last is not None and isinstance(row := last.rows[0], int) and bool(packed.mask[last.step, row])
-    assert last.step + 1 == 8 or bool(packed.resets[last.step + 1, row]) or not packed.mask[last.step + 1, row]
 
 
 # --- loops within loops -----------------------------------------------------------------------------------------------
@@ -318,12 +252,16 @@ def test_cotangents_of_packed_sequences_are_named() -> None:
 N, T, B = 4, 3, 2
 
 
+def mark(h: Any, flag: Any) -> Any:
+    return h * 0.5 + jnp.log(flag)
+
+
 INNER: dict[str, Any] = {  # loops of T steps over flags [T, B], from h [B]
-    "fold": lambda h, flags, **o: treescan.fold(halve, h, flags, **o),
-    "rows": lambda h, flags, **o: treescan.fold(halve, h, flags, lengths=jnp.full(B, T), **o),
-    "layers": lambda h, flags, **o: treescan.fold_layers(lambda flag, h: halve(h, flag), h, flags, **o),
+    "fold": lambda h, flags, **o: treescan.fold(mark, h, flags, **o),
+    "rows": lambda h, flags, **o: treescan.fold(mark, h, flags, lengths=jnp.full(B, T), **o),
+    "layers": lambda h, flags, **o: treescan.fold_layers(lambda flag, h: mark(h, flag), h, flags, **o),
     "while": lambda h, flags, **o: (
-        treescan.while_scan(lambda h: jnp.all(h < 99), lambda h, x: (halve(h, x), None), h, flags, **o).carry
+        treescan.while_scan(lambda h: jnp.all(h < 99), lambda h, x: (mark(h, x), None), h, flags, **o).carry
     ),
 }
 OUTER: dict[str, Any] = {  # loops of N steps over flags [N, T, B]
@@ -341,15 +279,12 @@ NESTED = [
 
 @pytest.mark.parametrize(("outer", "inner", "way", "at"), NESTED)
 def test_both_steps_are_named(outer: str, inner: str, way: str, at: tuple[int, int, int]) -> None:
-    """A cotangent, of which the outer loop is asked for either thing."""
-    outer_check = True if at[0] % 2 else "backward"
-
     def total(flags: Any, h: Any) -> Any:
-        step = functools.partial(INNER[inner], check_finite="backward")
-        return OUTER[outer](step, jnp.ones(B) * h, flags, check_finite=outer_check).sum()
+        step = functools.partial(INNER[inner], check_finite=True)
+        return OUTER[outer](step, jnp.ones(B) * h, flags, check_finite=True).sum()
 
-    text, record = named(lambda: go(way, total, jnp.ones((N, T, B)).at[at].set(jnp.nan), backward=True))
-    assert record.backward and (record.step, record.rows) == (at[1], (at[2],))
+    text, record = named(lambda: go(way, total, jnp.ones((N, T, B)).at[at].set(-1.0)))
+    assert (record.step, record.rows) == (at[1], (at[2],))
     assert [(within.step, within.steps) for within in record.within] == [(at[0], N)]
     assert f"within step {at[0]} of {N} of `{'fold' if outer == 'reverse' else outer}` over" in text
     unit, most = "layer" if inner == "layers" else "step", "at most " if inner == "while" else ""
@@ -379,20 +314,19 @@ def test_both_steps_are_named_of_a_carry(keyed: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", [True, "backward"])
-def test_a_compiled_function_with_a_loop_serves_several_outer_loops(check: Any) -> None:
+def test_a_compiled_function_with_a_loop_serves_several_outer_loops() -> None:
     """JAX keeps its trace, which may hold no position of the step that called it first."""
 
     @jax.jit
     def inner(h: Any) -> Any:
-        return treescan.fold(lambda h, x: jnp.sqrt(h + x), h, jnp.ones(3), check_finite=check)
+        return treescan.fold(lambda h, x: jnp.sqrt(h + x), h, jnp.ones(3), check_finite=True)
 
     def outer(h: Any, steps: int, check: Any) -> Any:
         return treescan.fold(lambda h, x: inner(h) + x, h, jnp.arange(float(steps)), check_finite=check)
 
     for steps in (4, 5):
         for derive in (lambda f: f, jax.grad, jax.jit):
-            got = derive(functools.partial(outer, steps=steps, check=check))(jnp.float32(2))
+            got = derive(functools.partial(outer, steps=steps, check=True))(jnp.float32(2))
             expected = derive(functools.partial(outer, steps=steps, check=False))(jnp.float32(2))
             np.testing.assert_allclose(got, expected, rtol=1e-6)
     text = caught(lambda: outer(jnp.float32(-9), 4, True))

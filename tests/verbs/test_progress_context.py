@@ -150,11 +150,6 @@ def test_entries_that_are_left_over_have_no_bar_of_their_own(own, told_of):
 
 
 def test_loops_that_refuse_a_bar_run_without():
-    weights = jnp.ones(3)
-    run = lambda: treescan.fold_layers(double, H, weights, prefetch=lambda w: w)  # noqa: E731
-    assert told(run) == []
-    with pytest.raises(treescan.ArgumentError, match="prefetch"):
-        within(lambda: treescan.fold_layers(double, H, weights, prefetch=lambda w: w, progress=METER))
     (n,) = jax.export.symbolic_shape("n")
     sums = jax.jit(lambda xs: treescan.fold(lambda h, x: h + x, 0.0, xs))
     exported = within(lambda: jax.export.export(sums)(jax.ShapeDtypeStruct((n,), jnp.float32)))

@@ -20,7 +20,6 @@ from .._transforms.budget import describe_bytes
 from .._transforms.call import Call
 from .._transforms.checkpoint import levels_in
 from .._transforms.outputs import ALL, LAST, KeepOutputs
-from .._transforms.prefetch import Prefetch
 from .._transforms.products import ELEMENTWISE
 from .._transforms.program import Program, Taken
 from .._transforms.remat import AUTO, Recompute
@@ -105,14 +104,12 @@ def gathered_weights(case: Case) -> Iterator[Said]:
         used = _axes_of(body.carry if layers else [*body.carry, *body.x])
         weights = body.x if layers else [each for each, _, reading in constants_of(body) if is_weight(reading)]
         paths = [leaf.path for leaf in weights if used & _axes_of([leaf])]
-        if paths and used and case.transform(Prefetch) is None:
+        if paths and used:
             yield (
                 f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: sharded over "
                 f"{', '.join(f'`{axis}`' for axis in sorted(used))}, like the carry, so every device gathers the whole "
-                f"arrays {'in each layer, and computes nothing meanwhile' if layers else 'for the loop'}.",
-                "Pass `prefetch=1`: it gathers the weights of the next layer while the current layer is computed."
-                if layers
-                else "Replicate them on all devices, if they fit, or shard them over another mesh axis.",
+                f"arrays {'in each layer' if layers else 'for the loop'}.",
+                "Replicate them on all devices, if they fit, or shard them over another mesh axis.",
             )
 
 

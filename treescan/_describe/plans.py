@@ -27,7 +27,6 @@ from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.call import Arguments, Call
 from .._transforms.checkpoint import Checkpointed
 from .._transforms.nest import in_rounds, plan
-from .._transforms.prefetch import Prefetch
 from .._transforms.program import Program, Taken
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.early_exit import plan_chunks
@@ -198,9 +197,8 @@ def trace_bodies(program: Program, outer: Arguments, given: Arguments) -> list[T
             loop, axes = dataclasses.replace(transform, compact=False)(loop), (transform.in_axes,)
         elif isinstance(transform, Count):
             loop = transform(loop)
-        elif isinstance(transform, OverAxes | Prefetch):
-            axes = transform.each if isinstance(transform, OverAxes) else (transform.axes,)
-            loop = OverAxes(axes)(loop)
+        elif isinstance(transform, OverAxes):
+            loop, axes = transform(loop), transform.each
     if not call.others:
         return [_traced(call, loop, outer, axes[0])]
     loops = [dataclasses.replace(trace.loop, trace=trace) for trace in traced(loop).trace.each]
@@ -357,8 +355,7 @@ def _shape_of(program: Program, given: Arguments) -> Shape:
     else:
         loop, levels = plan(in_rounds(loop))
         sizes = tuple(level.size for level in levels if level.size < loop.length)
-        again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
-        evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
+        evaluations = 1 + _recomputes_steps(loop.step) + sum(recomputes(level.around) for level in levels)
     tiers = getattr(loop.rows, "tiers", ())
     return sizes, tiers if len(tiers) > 1 else (), evaluations
 

@@ -122,8 +122,8 @@ def _written(array: Array, value: Array, slot: Array) -> Array:
 class RecordOutputs(Transform):
     """Keeps outputs of chosen steps. `KeepOutputs` and `KeepRows` keep all that is left of them.
 
-    What has no plain loop of its own stacks these outputs, and picks from the stack: rows, patterns, prefetch, and
-    steps that run one by one.
+    What has no plain loop of its own stacks these outputs, and picks from the stack: rows, patterns, and steps
+    that run one by one.
 
     Attributes:
         save: a prefix of y, with `Positions` for some of its leaves.

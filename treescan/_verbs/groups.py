@@ -23,7 +23,7 @@ from .._transforms.once import ComputeOnce
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.transform import Transform
 from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
-from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
+from .._types import Axes, ProgressLike, RematLike, Save
 from .prepare import Prepared, prepare, recomputing, recording, refuse_report, silent
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
@@ -229,7 +229,7 @@ class Roles:
     name: str | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
     progress: ProgressLike = None
-    check_finite: FiniteCheck = False
+    check_finite: bool = False
     closes_over: bool = False
     convention: Convention = LIFT
 

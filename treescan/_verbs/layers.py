@@ -155,13 +155,10 @@ def scan_layers(
             `key=jax.random.fold_in(key, number of the layer among all)`), `offset` (that number of the first layer, as
             for `treescan.scan`: for a stage of a pipeline), `length` (the number of layers, if `layers` is None),
             `in_axes` (of xs), `out_axes`, `name`, `check_finite`, as for `treescan.scan`; `save` (of ys; in a pattern,
-            a sequence with one item per block, which counts its own layers); `prefetch` (1 gathers the weights of the
-            next layer while the current one is computed, on all devices of the current mesh, also in the gradient,
-            which recomputes each layer; a function of one layer gathers them in its own way); `progress` (as for
-            `treescan.scan`, of layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer
-            from its input, with "nested" chunks of about sqrt(n) layers and each layer within them, and a
-            `treescan.Remat` has more options. In a pattern, a sequence has "step", a `Remat(policy)` or None for each
-            block.
+            a sequence with one item per block, which counts its own layers); `progress` (as for `treescan.scan`, of
+            layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer from its input, with
+            "nested" chunks of about sqrt(n) layers and each layer within them, and a `treescan.Remat` has more options.
+            In a pattern, a sequence has "step", a `Remat(policy)` or None for each block.
 
     Returns:
         The x that the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks, a tuple
@@ -282,7 +279,7 @@ def fold_layers(
         state: a state that each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args)
             -> (x, state)`.
         args: values that all layers share, as for `treescan.scan_layers`.
-        **options: `reverse`, `unroll`, `key`, `offset`, `length`, `in_axes`, `remat`, `prefetch`, `progress`, `name`,
+        **options: `reverse`, `unroll`, `key`, `offset`, `length`, `in_axes`, `remat`, `progress`, `name`,
             `check_finite`, as for `treescan.scan_layers`.
 
     Returns:

@@ -16,7 +16,7 @@ from .._body.signature import LIFT, annotated
 from .._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, explain, verb
 from .._loop.loop import Body
 from .._tree import leaves_with_path
-from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
+from .._types import Axes, ProgressLike, RematLike, Save
 from .groups import (
     CollectionRoles,
     Collections,
@@ -123,7 +123,7 @@ def lift(
     save: Save = "all",
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
 ) -> Lifted:
     """Turns a function of one step, with variables in named collections, into a function of all steps.
 

@@ -39,7 +39,7 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.transform import Transform, in_order
 from .._tree import Prefix, freeze_static, thaw_static
-from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Returned, Save
+from .._types import Axes, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
 
 if TYPE_CHECKING:
@@ -123,11 +123,10 @@ class Prepared:
         """
         if value is False:
             return None
-        from .._transforms.finite.backward import CheckCotangents
-        from .._transforms.finite.case import About, Slices, looks_backward
+        from .._transforms.finite.case import About, Slices, check_value
         from .._transforms.finite.check import CheckFinite
 
-        backward = looks_backward(value)
+        check_value(value)
         calls, told, xs = self.call.each, list[About](), self.given.xs
         steps = sum(call.length for call in calls) if layers else None
         each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
@@ -142,13 +141,12 @@ class Prepared:
                 place if layers else None,
                 steps,
                 len(calls),
-                backward,
                 call.convention.records,
                 slices,
                 roots,
             )
             told.append(about)
-        return (CheckCotangents if backward else CheckFinite)(tuple(told), value == "return")
+        return CheckFinite(tuple(told), value == "return")
 
     def strided(self, save: Save) -> Save:
         """What `save` says, with a number in place of positions that are those of every k-th output."""
@@ -398,7 +396,7 @@ class RowPlan(NamedTuple):
 
 
 def _without_refs(
-    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck | Returned
+    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: bool | Returned
 ) -> tuple[str, ...]:
     """Which of these options are given and need a body without mutable arrays."""
     given = {
@@ -424,7 +422,7 @@ def run_scan(
     save: Save = "all",
     truncate: int | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck | Returned = False,
+    check_finite: bool | Returned = False,
     donates: bool = False,
     **options: Any,
 ) -> Any:
@@ -448,10 +446,6 @@ def run_scan(
             `offset`, parts of one length share one program.
         **options: those of `prepare`.
     """
-    if truncate is not None and check_finite is not False:
-        from .._transforms.finite.backward import refuse_truncate
-
-        refuse_truncate(check_finite)
     if rows is None:
         refuse_batches(xs, options.get("in_axes", 0), convention)
     if lengths is not None:

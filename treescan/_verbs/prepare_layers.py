@@ -43,14 +43,13 @@ from .._transforms.call import Arguments, Call
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.transform import Transform
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Axes, FiniteCheck, ProgressLike, Remat, Save
+from .._types import Axes, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import Prepared, body_of, first_position, recording
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
 if TYPE_CHECKING:
-    from .._transforms.prefetch import Gather
     from .._transforms.progress import ShowProgress
 
 
@@ -258,30 +257,6 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
     return plans if any(plans) else None
 
 
-def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, Gather | None]:
-    """What the gradient recomputes, and what gathers the next layer: for one block, which is then recomputed anyway."""
-    plans = check_remats(remat, stacks)
-    if prefetch is None:
-        return plans, None
-    from .._transforms.prefetch import EACH_LAYER, Gather
-
-    gather = Gather.of(prefetch)
-    if len(stacks.layers) > 1:
-        raise Misuse(
-            f"{{call}}: `prefetch` is for one block, but there are {len(stacks.layers)} that take turns.",
-            "Leave it out. All blocks of a period are in one iteration of the loop, and their weights do not depend "
-            "on x, so the compiler can gather the weights of the next block early.",
-        )
-    if not jax.tree.leaves(stacks.layers):
-        raise Misuse("{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
-    if (plans[0] if isinstance(plans, tuple) else plans) not in (None, EACH_LAYER):
-        raise Misuse(
-            '{call}: with `prefetch`, `remat` is "step" or None.',
-            "The gradient also gathers early, and it recomputes each layer with or without `remat`.",
-        )
-    return None, gather
-
-
 def refuse_mutable(given: Mapping[str, PyTree]) -> None:
     """Refuses mutable arrays, which no loop can carry, slice or hand on."""
     named = [pair for root, tree in given.items() for pair in leaves_with_path(root, tree)]
@@ -389,8 +364,7 @@ def prepare_layers(
     offset: ArrayLike | None = None,
     remat: Any = None,
     save: Save = "all",
-    prefetch: Any = None,
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
     progress: ProgressLike = None,
     name: str | None = None,
 ) -> PreparedLayers:
@@ -428,8 +402,8 @@ def prepare_layers(
         handles,
         other_axes=tuple(others),
     )
-    of_gradient = check_gradient(remat, prefetch, stacks)
-    transforms = _transforms(prepared, stacks, caches, *of_gradient, save, out_axes, check_finite, progress)
+    plans = check_remats(remat, stacks)
+    transforms = _transforms(prepared, stacks, caches, plans, save, out_axes, check_finite, progress)
     form = type(state) if stacks.sequence else operator.itemgetter(0)
     return PreparedLayers(prepared, transforms, stacks, caches, states, form)
 
@@ -439,24 +413,14 @@ def _transforms(
     stacks: Stacks,
     caches: tuple[PyTree, ...],
     plans: Remats,
-    gather: Gather | None,
     save: Save,
     out_axes: Axes,
-    check_finite: FiniteCheck,
+    check_finite: bool,
     progress: ProgressLike,
 ) -> tuple[Transform | None, ...]:
     """What the options of a verb over layers do."""
-    if check_finite is not False:
-        from .._transforms.finite.case import looks_backward, refuse_prefetch
-
-        looks_backward(check_finite)
-        refuse_prefetch(gather)
     within: tuple[Transform | None, ...] = (prepared.over_axes,)
-    if gather is not None:
-        from .._transforms.prefetch import Prefetch
-
-        within = (Prefetch(gather, prepared.axes),)
-    elif caches and plans is None:
+    if caches and plans is None:
         from .._transforms.states import CarryStates
 
         within += (CarryStates.of(caches),)
@@ -474,7 +438,7 @@ def _transforms(
         None if in_place else MoveOutputs.of(axes, saves),
         recording(saves),
         KeepOutputs.of(saves),
-        _showing(prepared, progress, ahead=gather is not None),
+        _showing(prepared, progress),
     )
 
 
@@ -486,18 +450,13 @@ def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree,
     return tuple(each) if (count, len(each)) != (1, 1) else each[0]
 
 
-def _showing(prepared: Prepared, progress: ProgressLike, *, ahead: bool) -> ShowProgress | None:
+def _showing(prepared: Prepared, progress: ProgressLike) -> ShowProgress | None:
     """How a verb over layers shows its progress, named as its first block is; None: it does not.
 
     Raises:
-        Fault: for an `ArgumentError` if weights are gathered ahead, or if several blocks are to have a bar backwards.
+        Fault: for an `ArgumentError` if several blocks are to have a bar backwards.
     """
-    shown, blocks = prepared.showing(False if ahead and progress is None else progress), len(prepared.call.each)
-    if shown is not None and ahead:
-        raise Misuse(
-            "{call}: a loop with `prefetch` shows no `progress`: it is not cut into chunks.",
-            "Leave out one of the two.",
-        )
+    shown, blocks = prepared.showing(progress), len(prepared.call.each)
     if shown is not None and shown.progress.backward and blocks > 1:
         raise Misuse(
             f"{{call}}: `backward=True` of a `Progress` is for one block, and these are {blocks} that take turns.",

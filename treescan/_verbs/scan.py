@@ -12,7 +12,6 @@ from .._errors import RAGGED_WORDS, explain, in_own_words, verb
 from .._types import (
     Axes,
     Carry,
-    FiniteCheck,
     FoldBody,
     KeyedBody,
     KeyedFold,
@@ -109,7 +108,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck | Returned = False,
+    check_finite: bool | Returned = False,
     **unknown: Any,
 ) -> Any:
     """Scans a function over the steps of `xs`, carrying state from step to step.
@@ -160,9 +159,8 @@ def scan(
         check_finite: check the carry after each step. If a leaf becomes NaN or infinite, a `NonFiniteError` names the
             leaf, the first step where it happened, the rows and the operation. `treescan.last_nonfinite()` returns the
             carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
-            infinity that the carry had before the step is allowed. "backward" checks the cotangents of the carry
-            instead, in reverse mode: a NaN or an infinity that the gradient makes on its way back through a step.
-            "return" raises nothing. It returns a `treescan.FiniteReport` behind the other results, without a callback.
+            infinity that the carry had before the step is allowed. "return" raises nothing. It returns a
+            `treescan.FiniteReport` behind the other results, without a callback.
 
     Returns:
         The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`. With

@@ -18,7 +18,6 @@ from .._stream.sources import source_of
 from .._types import (
     Carry,
     CheckpointLike,
-    FiniteCheck,
     KeyedBody,
     KeyedValidBody,
     KeyOption,
@@ -125,7 +124,7 @@ def stream(
     prefetch: int = 1,
     donate: bool | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
     name: str | None = None,
     **unknown: Any,
 ) -> tuple[Any, Any]:
@@ -324,7 +323,7 @@ def _run_of(
     prefetch: int = 1,
     donate: bool = False,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
     options: dict[str, Any] | None = None,
 ) -> Run:
     """Checks the arguments of a stream."""
@@ -334,7 +333,7 @@ def _run_of(
     chunk = expect_int(chunk, "chunk", "It is the number of steps of a part.", least=1, small="A part has steps.")
     parts = source_of(source, check_length(length), chunk, reverse=check_reverse(options.get("reverse", False)))
     keeps = check_save_of(options.get("save", "all"), parts)
-    expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_COTANGENTS)
+    expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
     expect(remainder in ("run", "mask"), "remainder", '"run" or "mask"', remainder, _REMAINDERS)
     prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
@@ -366,4 +365,4 @@ def _run_of(
 
 
 _REMAINDERS = "The last part, if it has fewer steps, is run as a program of its own, or padded and masked."
-_NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
+_NO_REPORT = "True checks the carry after each step of a part."

@@ -23,7 +23,6 @@ from .._types import (
     Axes,
     Carry,
     Cond,
-    FiniteCheck,
     KeyedBody,
     KeyedNone,
     KeyedValidBody,
@@ -126,7 +125,7 @@ def while_scan(
     y_axes: Axes = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck | Returned = False,
+    check_finite: bool | Returned = False,
     **options: Any,
 ) -> Any:
     """Scans while a condition on the carry is true; differentiable both ways, at the cost of the steps that are taken.

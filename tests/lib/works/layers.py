@@ -22,10 +22,6 @@ class Own(NamedTuple):
     a: Any
 
 
-def _as_it_is(layer: Layer) -> Layer:
-    return layer
-
-
 FORMS = {
     "reverse": Form("reverse", {"reverse": True}),
     **COSTS,
@@ -34,11 +30,9 @@ FORMS = {
     "in_axes": Form("in_axes", {"in_axes": Own(1)}, has("xs")),
     "state": Form("state", how=has("state")),
     "args": Form("args", how=has("args")),
-    "prefetch": Form("prefetch", {"prefetch": _as_it_is}, free=True),
     "check_finite": Form("check_finite", {"check_finite": True}, free=True),
     'check_finite="return"': Form("check_finite", {"check_finite": "return"}),
     **PART,
-    'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
     "progress": Form("progress", {"progress": SILENT}, free=True),

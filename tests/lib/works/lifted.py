@@ -10,7 +10,7 @@ from treescan import In, Out
 
 from . import plain
 from .example import DECAY, KEY, D, Form, Given, State, T, Verb, X, body_of, carried, cell, drawn, has, start, values
-from .loops import BACKWARD, COSTS, OUTPUTS, SILENT, laid_out
+from .loops import COSTS, OUTPUTS, SILENT, laid_out
 
 
 def _halved(variables: Any, rngs: Any) -> tuple[Any, Any]:
@@ -37,7 +37,6 @@ FORMS = {
     **COSTS,
     "progress": Form("progress", {"progress": SILENT}, free=True),
     "check_finite": Form("check_finite", {"check_finite": True}, free=True),
-    **BACKWARD,
     **OUTPUTS,
     "static leaf": Form("static leaf", how=has("static")),
     "custom carry": Form("custom carry", how=has("ema")),

@@ -57,7 +57,6 @@ CHECKED = {
     'check_finite="return"': Form("check_finite", {"check_finite": "return"}),
 }
 PART = {"offset": Form("offset", {"offset": 4})}
-BACKWARD = {'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True)}
 OUTPUTS = {
     "out_axes": Form("out_axes", {"out_axes": Y(1, 0)}),
     "out_axes=-1": Form("out_axes", {"out_axes": -1}),
@@ -125,24 +124,23 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 
 
 GIVEN = {"w": drawn(0, D, D), "h": abs(drawn(1, D)), "a": drawn(2, T, D), "b": drawn(3, T, D)}
-FORI = {name: form for name, form in {**CHECKED, **BACKWARD}.items() if form.option in (
+FORI = {name: form for name, form in CHECKED.items() if form.option in (
     "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry",
     "annotated body")}  # fmt: skip
 WHILE = {
     **CHECKED,
     **PART,
-    **BACKWARD,
     **OUTPUTS,
     "max_length": Form("max_length", {"max_length": 4}),
     "fill": Form("fill", {"fill": Y(7, -1)}),
     "no xs": Form("xs", {"max_length": T}, has("no xs")),
 }
 VERBS = {
-    "scan": Verb(_program("scan", True), {**CHECKED, **PART, **BACKWARD, **OUTPUTS}, GIVEN, ALONE),
-    "fold": Verb(_program("fold", False), {**CHECKED, **PART, **BACKWARD}, GIVEN, ALONE, brief=True),
+    "scan": Verb(_program("scan", True), {**CHECKED, **PART, **OUTPUTS}, GIVEN, ALONE),
+    "fold": Verb(_program("fold", False), {**CHECKED, **PART}, GIVEN, ALONE, brief=True),
     "accumulate": Verb(
         _program("accumulate", False),
-        {**CHECKED, **PART, **BACKWARD, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
+        {**CHECKED, **PART, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
          'save=(2, "last")': Form("save", {"save": State(2, "last")}),
          'save=(positions, "last")': Form("save", {"save": State(range(0, 4, 2), "last")})},
         GIVEN, ALONE, brief=True,

@@ -12,7 +12,7 @@ import treescan
 
 from . import plain
 from .example import D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
-from .loops import ALONE, BACKWARD, CHECKED, OUTPUTS, PART
+from .loops import ALONE, CHECKED, OUTPUTS, PART
 
 B = 3
 LENGTHS = np.array([4, 2, 0])
@@ -22,7 +22,6 @@ RESETS = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
 FORMS = {
     **CHECKED,
     **PART,
-    **BACKWARD,
     **OUTPUTS,
     'save=(2, "last")': Form("save", {"save": Y(2, "last")}),
     "mask": Form("lengths", {"mask": MASK}),

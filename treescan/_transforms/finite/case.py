@@ -24,9 +24,6 @@ from ..._trace.hoist import Hoisted, is_smooth
 from ..._tree import merge, thaw_static
 from ..rows.leaves import select
 
-OF_RESULT = "what is computed of the result"
-"""Where a cotangent comes from that no step of the loop made."""
-
 
 class Within(NamedTuple):
     """A step of a loop, in which another loop ran.
@@ -76,7 +73,6 @@ class NonFinite:
         x: the x of the step.
         valid: which rows ran the step; None: all.
         unit: what a step is: "step", or "layer".
-        backward: whether this is the cotangent of the leaf, of the carry before the step.
         within: the steps of other checked loops in which this loop ran, the innermost first.
         place_in_stack: for layers of several blocks, which of their stacks this layer is in, and where. Otherwise None.
     """
@@ -96,7 +92,6 @@ class NonFinite:
     valid: Array | None = None
     unit: Literal["step", "layer"] = "step"
     place_in_stack: tuple[int, int] | None = None
-    backward: bool = False
     within: tuple[Within, ...] = ()
     one_of: tuple[str, ...] = ()
 
@@ -104,15 +99,12 @@ class NonFinite:
         stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
         rows = [f"row{'s' * (len(self.rows) > 1)} {_listed(list(map(str, self.rows)))}"] if self.rows else []
         where = f" ({'; '.join([*stack, *rows])})" if stack or rows else ""
-        what = "the cotangent of " if self.backward else ""
-        became = f"{what}`{self.path}` became {self.kind or 'NaN or infinite'}"
+        became = f"`{self.path}` became {self.kind or 'NaN or infinite'}"
         most = "at most " if self.ends_early else ""
         outer = "".join(f", within {step}" for step in self.within)
         return f"{became} in {self.unit} {self.step:,} of {most}{self.steps:,}{where}{outer}{self._origin()}"
 
     def _origin(self) -> str:
-        if self.backward and self.source == OF_RESULT:
-            return f"; it was so before that {self.unit}, from {OF_RESULT}"
         if self.kind is None:
             return ". Running the steps once more did not repeat it: rounding may decide, or a callback"
         if self.one_of:
@@ -120,8 +112,7 @@ class NonFinite:
         if self.source is not None:
             return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
-        which = f"carry in that {self.unit}" if self.backward else "carry before it"
-        before = f"; the {which} was finite" if self.was_finite else ""
+        before = "; the carry before it was finite" if self.was_finite else ""
         return f", first in `{self.operation}`{place}{before}"
 
 
@@ -162,20 +153,24 @@ def last_nonfinite() -> NonFinite | None:
     return _last[0]
 
 
-def looks_backward(value: Any) -> bool:
-    """Whether to look at cotangents in place of the carry.
+def check_value(value: Any) -> None:
+    """Refuses what `check_finite` does not take.
 
     Raises:
-        Fault: for an `ArgumentTypeError` if it is not what `check_finite` takes.
+        Fault: for an `ArgumentError` if it asks for cotangents, or an `ArgumentTypeError` for anything else.
     """
-    if isinstance(value, bool | str) and value in (True, False, "return", "backward"):
-        return value == "backward"
-    raise TypeMisuse(
-        '{verb} over {body}: `check_finite` is True, False, "return" or "backward", got '
-        f"{describe_argument(value)}.",
-        'True looks at the carry after each step, and "return" does so too, but returns a report in place of an error. '
-        '"backward" looks at the cotangents of the carry. No result can report of these.',
-    )
+    if isinstance(value, str) and value == "backward":
+        raise Misuse(
+            '{verb} over {body}: `check_finite` looks at the carry, not at its cotangents: there is no "backward".',
+            "The gradient in zeros that each step adds to the carry, as xs, is the cotangents of all steps: see "
+            '"Gradients per step" in the guide to debugging.',
+        )
+    if not isinstance(value, bool) and (not isinstance(value, str) or value != "return"):
+        raise TypeMisuse(
+            f'{{verb}} over {{body}}: `check_finite` is True, False or "return", got {describe_argument(value)}.',
+            'True looks at the carry after each step, and "return" does so too, but returns a report in place of an '
+            "error.",
+        )
 
 
 def refuse_effects(hoisted: Hoisted) -> None:
@@ -191,13 +186,6 @@ def refuse_devices() -> None:
     if jax.sharding.get_abstract_mesh().manual_axes:
         cure = "Check the loop outside of it, for example under `jax.jit` with sharded arrays."
         raise _refused("does not work within `jax.shard_map` or `jax.pmap`.", cure)
-
-
-def refuse_prefetch(gather: Any) -> None:
-    """Refuses to look at layers of which the next one is gathered ahead."""
-    if gather is not None:
-        cure = "Leave out one of the two: the results are the same without `prefetch`."
-        raise _refused("does not look at layers with `prefetch`.", cure)
 
 
 def _refused(says: str, cure: str) -> Fault:
@@ -333,7 +321,6 @@ class Evidence(NamedTuple):
         valid: bool[*batch], which rows ran it; None: all.
         worst: which leaf is blamed.
         bits: int32[...], of each operation; see `Blame.bits`.
-        of_result: bool[], of cotangents: whether it was so before the step.
         offset: int32[], the position of the loop's first step in the whole run; None: 0.
     """
 
@@ -345,7 +332,6 @@ class Evidence(NamedTuple):
     valid: Array | None
     worst: Worst
     bits: Array
-    of_result: Array | None = None
     offset: Any = None
 
 
@@ -377,7 +363,6 @@ class About(NamedTuple):
         layers: which of the stacks its layers are in, for a verb over layers; -1 for a single one. None: it has steps.
         length: the steps, or layers, of all; None: those of the loop.
         blocks: how many blocks take turns.
-        backward: whether it is the cotangent of the carry that is looked at.
         records: from a carry and an x to those that the record holds; None: the same.
         slices: what is scanned over, where some leaves are given whole, which lead the consts; None: none are.
         roots: what the items of x are called, where x is a tuple of arguments.
@@ -390,7 +375,6 @@ class About(NamedTuple):
     layers: int | None = None
     length: int | None = None
     blocks: int = 1
-    backward: bool = False
     records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
     slices: Slices | None = None
     roots: tuple[str, ...] | None = None
@@ -452,7 +436,6 @@ class Case:
             carry=carry,
             x=x,
             valid=evidence.valid,
-            backward=about.backward,
             within=within,
         )
 
@@ -470,14 +453,9 @@ class Case:
         if leaf is None:
             return {"path": self.name, "kind": None, "rows": (), **found}
         is_nan, new = bool(evidence.worst.is_nan), _numbers(evidence.after[leaf])
-        bad = np.isnan(new) if is_nan else ~np.isfinite(new)
-        if not self.about.backward:
-            old = _numbers(evidence.before[leaf])
-            bad = (bad if is_nan else np.isinf(new) & ~np.isinf(old)) & self._ran(evidence, leaf)
-        rows = _rows(bad, evidence.valid, self.axes[leaf])
+        bad = np.isnan(new) if is_nan else np.isinf(new) & ~np.isinf(_numbers(evidence.before[leaf]))
+        rows = _rows(bad & self._ran(evidence, leaf), evidence.valid, self.axes[leaf])
         found |= {"path": self.paths[leaf], "kind": "NaN" if is_nan else "inf", "rows": rows}
-        if evidence.of_result is not None and bool(evidence.of_result):
-            return {**found, "source": OF_RESULT}
         return {**found, **self._origin(np.asarray(evidence.bits))}
 
     def _origin(self, bits: Any) -> dict[str, Any]:
@@ -501,7 +479,7 @@ class Case:
         """
         watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_smooth(new)]
         was_nan = (np.isnan(_numbers(evidence.before[i])) & self._ran(evidence, i) for i in watched)
-        if not self.about.backward and int(evidence.first) and any(nan.any() for nan in was_nan):
+        if int(evidence.first) and any(nan.any() for nan in was_nan):
             return None
         leaf = int(evidence.worst.leaf)
         return None if leaf < 0 else leaf

@@ -6,7 +6,6 @@ and evaluates that step operation by operation.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,26 +19,23 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
+from ..._avals import Array, PyTree, as_arrays, is_sharded
 from ..._errors import Fault, NonFiniteError, TracedMisuse, named_options, speaking_of
-from ..._loop.loop import Loop, Memo, Result, Step, is_jit_disabled
+from ..._loop.loop import Loop, Memo, Result, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._tree import short_repr
 from ..nest import in_whole_state
 from ..rows.leaves import any_of_all, on_each_device
 from ..transform import Stage, Transform
-from .case import About, Case, Evidence, OuterSteps, note, numbered, outer_steps, refuse_devices, refuse_effects
+from .case import About, Case, Evidence, note, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
     GOOD,
-    At,
     Site,
-    Told,
     Watched,
     batch_of,
     case_of,
     earliest,
-    evidence_at,
     evidence_of_step,
     of_rows,
     positions_of,
@@ -56,23 +52,14 @@ def deliver(found: Sequence[tuple[Evidence, Case]]) -> None:
     """
     for evidence, case in found:
         try:
-            tell(evidence, case, outer_steps())
+            _tell(evidence, case)
         except NonFiniteError as error:
             raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
 
 
-def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
-    """Raises what is known, and where it is traced, has JAX raise it.
-
-    Args:
-        evidence: what is known of the first bad step.
-        case: what is static of it.
-        outer: the steps in which this loop ran; their positions are values of the program that tells it.
-
-    Raises:
-        NonFiniteError: if a step went wrong.
-    """
-    impls, numbers = impls_of(evidence), as_numbers(evidence)
+def _tell(evidence: Evidence, case: Case) -> None:
+    """Raises what is known, and where it is traced, has JAX raise it."""
+    impls, numbers, outer = impls_of(evidence), as_numbers(evidence), outer_steps()
 
     def told(first: Any, numbers: Any, positions: Sequence[Any]) -> None:
         if int(first) != GOOD:
@@ -122,7 +109,7 @@ def _known(leaf: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Check(Transform):
+class CheckFinite(Transform):
     """`check_finite`.
 
     Attributes:
@@ -151,72 +138,46 @@ class Check(Transform):
                 refuse_effects(trace)
             given = dataclasses.replace(turn, finish=loop.finish)
             sites.append(Site(about, given, trace, last))
-        return self.watch(loop, hoisted, sites)
-
-    @abc.abstractmethod
-    def watch(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
-        """The checked loop, of its trace and of the sites of the loops that take turns."""
+        return self._watched(loop, hoisted, sites)
 
     def _numbered(self, loop: Loop) -> Loop:
         """The loop; the loops within its steps are told of the step if its position is known before the loop runs."""
         known = not self.about.ends_early and loop.rows is None and self.about.layers is None
         return numbered(loop, self.about.call) if known else loop
 
-    def in_leaves(self, loop: Loop, hoisted: Hoisted) -> Loop:
-        """The loop with a list of leaves as its state."""
-        if loop.rows is not None:
-            return loop
-        if loop.turns:
-            return in_whole_state(hoisted)
-        return dataclasses.replace(as_loop(hoisted), trace=None)
-
-    def around_steps(
-        self,
-        kind: Callable[..., Step],
-        loop: Loop,
-        told: Sequence[dict[str, Any]],
-        heads: list[Array],
-        where: LeafAxes | None = None,
-    ) -> Loop:
-        """The loop with a step of a kind around its own, or those of its turns, and these leaves before its state."""
-        early, turns = self.about.ends_early, list(loop.each)
-        last = loop.steps - 1 if loop.reverse else None
-        for place, (turn, more) in enumerate(zip(turns, told, strict=True)):
-            step = kind(step=turn.step, keyed=turn.xs.position is not None, counts=early, last=last, **more)
-            xs = turn.xs if early else turn.xs._replace(position=positions_of(turn, place, len(turns)))
-            turns[place] = dataclasses.replace(with_heads(turn, heads, where), step=step, xs=xs, memo=Memo())
-        return dataclasses.replace(loop.with_turns(turns), memo=Memo())
-
-
-@dataclass(frozen=True)
-class CheckFinite(Check):
-    """`check_finite=True`."""
-
-    def watch(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
+    def _watched(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
         """The checked loop, of its trace and of the sites of the loops that take turns."""
-        early, plain = self.about.ends_early, self.in_leaves(loop, hoisted)
-        if is_jit_disabled() and loop.rows is None:
-            plain = dataclasses.replace(flattened(self._numbered(loop)), trace=None)
-        told, count = list[dict[str, Any]](), len(plain.state)
-        for site in sites:
+        early, plain = self.about.ends_early, self._in_leaves(loop, hoisted)
+        heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in (GOOD, 0)[: 1 + early]]
+        turns, count = list(plain.each), len(plain.state)
+        last = plain.steps - 1 if plain.reverse else None
+        for place, (turn, site) in enumerate(zip(turns, sites, strict=True)):
             watched = tuple(not fixed for fixed in site.fixed)
             if len(watched) > count:  # those that no step changes have left the state
                 watched = (True,) * count
             axes = (None,) * count if loop.rows is None else loop.rows.axes.state
-            told.append({"watched": watched, "axes": axes})
-        heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in (GOOD, 0)[: 1 + early]]
-        checked = self.around_steps(Watched, plain, told, heads)
-
-        def explain(told: Told, place: int, loop: Loop, at: At, leaves: list[Array]) -> Evidence:
-            return evidence_at(told, at, leaves, sites[place], loop)
+            keyed = turn.xs.position is not None
+            step = Watched(step=turn.step, keyed=keyed, counts=early, last=last, watched=watched, axes=axes)
+            xs = turn.xs if early else turn.xs._replace(position=positions_of(turn, place, len(turns)))
+            turns[place] = dataclasses.replace(with_heads(turn, heads), step=step, xs=xs, memo=Memo())
 
         def notes(result: Result) -> dict[str, PyTree]:
-            none = [None] * len(sites)
-            found = evidence_of_step(earliest(result.state[0]), sites, none, explain, result.steps)
+            found = evidence_of_step(earliest(result.state[0]), sites, result.steps)
             pairs = ((evidence, case_of(sites[place], told)) for place, evidence, told in found)
             return {"evidence": tuple((evidence._replace(offset=loop.offset), case) for evidence, case in pairs)}
 
+        checked = dataclasses.replace(plain.with_turns(turns), memo=Memo())
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
+
+    def _in_leaves(self, loop: Loop, hoisted: Hoisted) -> Loop:
+        """The loop with a list of leaves as its state."""
+        if loop.rows is not None:
+            return loop
+        if is_jit_disabled():
+            return dataclasses.replace(flattened(self._numbered(loop)), trace=None)
+        if loop.turns:
+            return in_whole_state(hoisted)
+        return dataclasses.replace(as_loop(hoisted), trace=None)
 
 
 class FiniteReport(NamedTuple):

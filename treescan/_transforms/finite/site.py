@@ -56,14 +56,8 @@ def of_rows(value: Array, loop: Loop) -> Array:
     return value
 
 
-def with_heads(loop: Loop, heads: list[Array], axes: LeafAxes | None = None) -> Loop:
-    """The loop with further leaves before those of its state, which are never reset.
-
-    Args:
-        loop: the loop.
-        heads: the leaves.
-        axes: for each where the rows are, in a loop that has rows; None: they lead in all of them.
-    """
+def with_heads(loop: Loop, heads: list[Array]) -> Loop:
+    """The loop with further leaves before those of its state, which are never reset; in them the rows lead."""
     rows, state, none = loop.rows, [*heads, *loop.state], (False,) * len(heads)
     if rows is None:
         return dataclasses.replace(loop, state=state)
@@ -73,7 +67,7 @@ def with_heads(loop: Loop, heads: list[Array], axes: LeafAxes | None = None) -> 
     before = rows.unchanged
     unchanged = None if before is None else lambda: (*none, *before())
     trace = loop.trace._replace(fixed=(*none, *loop.trace.fixed))
-    axes = (*(axes or (0,) * len(heads)), *rows.axes.state)
+    axes = (*(0,) * len(heads), *rows.axes.state)
     rows = rows._replace(begins=begins, unchanged=unchanged)
     return with_axes(dataclasses.replace(loop, state=state, trace=trace, rows=rows), state=axes)
 
@@ -97,77 +91,38 @@ def show_one(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> list[Arra
     ]
 
 
-class Reads(NamedTuple):
-    """The arrays of a loop: rules for derivatives may not hold tracers, so these are given to a rule beside it.
-
-    Attributes:
-        consts: its consts.
-        state: its state.
-        xs: what it is fed.
-        rows: of its rows `resets`, `lengths`, `spans`, and what segments begin from; None: it has no rows.
-        last: the position of the step that runs first, in reverse.
-        offset: int32[], the position of the first step in the whole run; None: 0.
-    """
-
-    consts: Any
-    state: list[Array]
-    xs: Feed
-    rows: tuple[Any, ...] | None
-    last: Any
-    offset: Any = None
-
-
 GOOD = -1
 """In place of a step's number: none went wrong."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Numbering:
-    """A step around another. It numbers steps in the order in which they run, from 0.
+class Watched:
+    """A step after which its state is looked at. It numbers steps in the order in which they run, from 0.
+
+    Its state is [the first bad step, with `counts` the number of this one, *the inner state]. In a masked loop each row
+    has its own of these, int32[*batch]: they are masked as the carry is, so that no padding is ever looked at.
 
     Attributes:
         step: the inner step; its state is a list of leaves.
         keyed: whether the inner step is fed its position too.
         counts: whether the state counts the steps; else the feed has their positions.
         last: the highest position, of a loop in reverse; else None.
-    """
-
-    step: Step
-    keyed: bool
-    counts: bool = False
-    last: Any = None
-
-    def number(self, count: Sequence[Array], feed: Feed) -> Array:
-        """int32[*batch]: how many steps run before this one."""
-        if count:
-            return count[0]
-        return feed.position if self.last is None else self.last - feed.position
-
-    def run(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        """Runs the inner step."""
-        return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
-
-
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Watched(Numbering):
-    """A step after which its state is looked at.
-
-    Its state is [the first bad step, with `counts` the number of this one, *the inner state]. In a masked loop each row
-    has its own of these, int32[*batch]: they are masked as the carry is, so that no padding is ever looked at.
-
-    Attributes:
         watched: for each leaf of the inner state whether it is looked at: the body may change it.
         axes: for each leaf of the inner state where the batch shape starts; None: it belongs to all rows.
     """
 
+    step: Step
+    keyed: bool
+    counts: bool
+    last: Any
     watched: tuple[bool, ...]
     axes: LeafAxes
 
     def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         heads = 1 + self.counts
         (first, *count), given = state[:heads], state[heads:]
-        number = self.number(count, feed)
-        new, y = self.run(consts, given, feed)
+        number = count[0] if count else feed.position if self.last is None else self.last - feed.position
+        new, y = self.step(consts, given, feed if self.keyed else feed._replace(position=None))
         is_good, bad = first == GOOD, jnp.zeros((1,) * first.ndim, bool)
         alike = dict[Any, Array]()  # leaves of one type are reduced together: a reduction is what costs
         for old, leaf, watched, axis in zip(given, new, self.watched, self.axes, strict=True):
@@ -229,32 +184,19 @@ class Site:
         meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((loop.consts, loop.state, loop.xs))]
         return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if not mesh.empty), None)
 
-    @property
-    def reads(self) -> Reads:
-        """The arrays of the traced loop, tangents and all."""
-        loop, rows = self.hoisted.loop, self.hoisted.loop.rows
-        begins = None if rows is None or rows.begins is None else (rows.begins.flags, rows.begins.targets)
-        of_rows = None if rows is None else (rows.resets, rows.given.lengths, rows.given.spans, begins)
-        return Reads(loop.consts, loop.state, loop.xs, of_rows, jnp.asarray(self.last, jnp.int32), self.given.offset)
-
-    def once_more(self, reads: Reads | None = None, taken: Array | None = None) -> Loop:
+    def once_more(self, taken: Array | None = None) -> Loop:
         """The traced loop without tangents: else a derivative would run through what is run once more.
 
         Args:
-            reads: its arrays; None: those that it has, less their tangents.
             taken: int32[*batch], how many steps each row ran, of rows that stop early; None: as many as the mask says.
         """
         loop = self.hoisted.loop
-        stopped = jax.lax.stop_gradient if reads is None else lambda tree: tree
-        consts, state, xs, arrays, *_ = self.reads if reads is None else reads
-        (consts, state, xs), rows = stopped((consts, state, xs)), loop.rows
-        if arrays is not None:
-            resets, lengths, spans, begins = arrays
-            begins = None if begins is None else Begins(begins[0], stopped(begins[1]), rows.begins.tables)
-            rows = rows._replace(resets=resets, given=rows.given._replace(lengths=lengths, spans=spans), begins=begins)
-            if taken is not None:
-                ran = mask_of_lengths(taken, loop.length)
-                xs = xs._replace(valid=ran[::-1] if loop.reverse else ran)
+        (consts, state, xs), rows = jax.lax.stop_gradient((loop.consts, loop.state, loop.xs)), loop.rows
+        if rows is not None and rows.begins is not None:
+            rows = rows._replace(begins=rows.begins._replace(targets=jax.lax.stop_gradient(rows.begins.targets)))
+        if rows is not None and taken is not None:
+            ran = mask_of_lengths(taken, loop.length)
+            xs = xs._replace(valid=ran[::-1] if loop.reverse else ran)
         step = self.hoisted.repeatable.silenced()
         bare = dataclasses.replace(loop, trace=None, finish=(), wishes=(), unroll=1, lowering=(), runner=None)
         return dataclasses.replace(bare, step=step, consts=consts, state=state, xs=xs, rows=rows, memo=Memo())
@@ -381,48 +323,37 @@ class At(NamedTuple):
         return cls(first, loop.length - 1 - first, last - first) if loop.reverse else cls(first, first, first)
 
 
-Explain = Callable[..., Evidence]
-"""(told, place, loop, at, leaves, *operands) to what is known of a step of the loop in that place."""
-
-
-def evidence_of_step(
-    number: Array, sites: Sequence[Site], reads: Sequence[Reads | None], explain: Explain, taken: Any, *operands: Any
-) -> list[tuple[int, Evidence, Told]]:
+def evidence_of_step(number: Array, sites: Sequence[Site], taken: Any) -> list[tuple[int, Evidence, Told]]:
     """What is known of a step, in a branch that is taken only if there is one: for each loop that may have run it.
 
     Args:
         number: int32[], how many steps ran before it; -1: there is none.
         sites: the loops that take turns.
-        reads: their arrays; None: those that they have, less their tangents.
-        explain: evaluates the step.
         taken: int32[*batch], how many steps ran, of a loop that ends early; None: all.
-        operands: what it is given beside the step.
     """
-    count, last = len(sites), sites[0].last if reads[0] is None else reads[0].last
+    count, last = len(sites), sites[0].last
     if count == 1:
 
-        def explain_it(told: Told, number: Array, taken: Any, reads: Any, *operands: Any) -> Evidence:
-            loop = sites[0].once_more(reads, taken)
-            at = At.of(number, loop, last if reads is None else reads.last)
-            return explain(told, 0, loop, at, state_before(at, loop), *operands)
+        def explain_it(told: Told, number: Array, taken: Any) -> Evidence:
+            loop = sites[0].once_more(taken)
+            at = At.of(number, loop, last)
+            return evidence_at(told, at, state_before(at, loop), sites[0], loop)
 
-        return [(0, *in_branch(number != GOOD, explain_it, number, taken, reads[0], *operands))]
+        return [(0, *in_branch(number != GOOD, explain_it, number, taken))]
     # The state before the step is found once for all places: else the program would have all blocks once for each.
-    loops = [site.once_more(own) for site, own in zip(sites, reads, strict=True)]
+    loops = [site.once_more() for site in sites]
     position = last - number if sites[0].given.reverse else number
     before, found = _before_turn(number, sites, loops), list[tuple[int, Evidence, Told]]()
     for place, loop in enumerate(loops):
 
-        def explain_turn(
-            told: Told, at: At, before: list[Array], arrays: Any, *operands: Any, place: int = place
-        ) -> Evidence:
+        def explain_turn(told: Told, at: At, before: list[Array], arrays: Any, *, place: int = place) -> Evidence:
             (unchanged, changing), (consts, xs) = split(sites[place].fixed, before), arrays
             there = dataclasses.replace(loops[place], consts=(unchanged, consts[1]), xs=xs)
-            return explain(told, place, there, at, changing, *operands)
+            return evidence_at(told, at, changing, sites[place], there)
 
         here, at = (number != GOOD) & (position % count == place), At(number, position // count, position)
         if loop.length:
-            evidence, told = in_branch(here, explain_turn, at, before, (loop.consts, loop.xs), *operands)
+            evidence, told = in_branch(here, explain_turn, at, before, (loop.consts, loop.xs))
             found.append((place, evidence, told))
     return found
 
@@ -540,8 +471,8 @@ def _evaluate(told: Told, state: list[Array], feed: Feed, site: Site, loop: Loop
     return told.evaluate(step.traced.jaxprs[shapes].jaxpr, names, [*held, *jax.tree.leaves((inner, state, feed))])
 
 
-def case_of(site: Site, told: Told, noted: Sequence[bool] | None = None) -> Case:
-    """What is static of the evidence; `noted`: which leaves of the state are looked at. None: those that change."""
+def case_of(site: Site, told: Told) -> Case:
+    """What is static of the evidence."""
     carry = site.carry_of(range(len(site.fixed)))
     return Case(
         site.about,
@@ -549,7 +480,7 @@ def case_of(site: Site, told: Told, noted: Sequence[bool] | None = None) -> Case
         tuple(told.blame.operations),
         tuple(told.names),
         site.names_of_state(),
-        site.fixed if noted is None else tuple(not each for each in noted),
+        site.fixed,
         site.row_axes(site.hoisted.loop.rows),
         tuple(jax.tree.leaves(carry)),
         jax.tree.structure(carry),

@@ -23,7 +23,7 @@ from ..._loop.run import named_signature
 from ..._progress import shown_as
 from ..._transforms.rows.checks import check_chunk, check_compact
 from ..._tree import Root, leaves_with_path, named_roots
-from ..._types import FiniteCheck, ProgressLike, RematLike
+from ..._types import ProgressLike, RematLike
 from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.prepare import refuse_report
@@ -278,7 +278,7 @@ class RNN(nn.Module):
     chunk: int | None = dataclasses.field(default=None, kw_only=True)
     compact: bool | tuple[int, ...] = dataclasses.field(default=False, kw_only=True)
     progress: ProgressLike = dataclasses.field(default=None, kw_only=True)
-    check_finite: FiniteCheck = dataclasses.field(default=False, kw_only=True)
+    check_finite: bool = dataclasses.field(default=False, kw_only=True)
 
     def __call__(
         self,

@@ -15,7 +15,7 @@ from flax.linen.transforms import lift_transform
 from ..._avals import PyTree, describe_node
 from ..._body.signature import LIFT
 from ..._errors import GROUP_WORDS, BodyFault, Fault, explain, named_options, verb
-from ..._types import FiniteCheck, ProgressLike, RematLike, Save
+from ..._types import ProgressLike, RematLike, Save
 from ..._verbs.groups import (
     Groups,
     GroupStep,
@@ -263,7 +263,7 @@ def scan(
     save: Save = "all",
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
 ) -> Target:
     """`flax.linen.scan` on treescan.
 

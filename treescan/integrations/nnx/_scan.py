@@ -13,7 +13,7 @@ from ..._body.call import check_callable
 from ..._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, expect, explain, verb
 from ..._progress import shown_as
 from ..._tree import Prefix
-from ..._types import Axes, FiniteCheck, ProgressLike, RematLike
+from ..._types import Axes, ProgressLike, RematLike
 from ..._verbs.prepare import refuse_report
 from ._step import ModuleStep, ValueStep
 from ._variables import axes_of, by_name, check_axes
@@ -41,7 +41,7 @@ class Settings(TypedDict, total=False):
     remat: RematLike | None
     name: str | None
     progress: ProgressLike
-    check_finite: FiniteCheck
+    check_finite: bool
 
 
 @overload
@@ -64,7 +64,7 @@ def scan(
     remat: RematLike | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: bool = False,
 ) -> Any:
     """Scans a function whose arguments and outputs are arrays, flax.nnx modules, or trees of both.
 
