@@ -83,6 +83,31 @@ def test_modules_are_carried_as_they_are() -> None:
     np.testing.assert_allclose(final.layers[0].weight, model.layers[0].weight, atol=1e-5)
 
 
+def test_a_flag_of_a_module_that_is_carried_is_an_array_and_the_error_says_what_helps() -> None:
+    def step(carry: tuple[Block, jax.Array], x: Any, *, key: jax.Array) -> tuple[tuple[Block, jax.Array], jax.Array]:
+        block, h = carry
+        return (block, block(h, key=key)), h
+
+    block = Block(KEY)
+    with pytest.raises(
+        jax.errors.TracerBoolConversionError, match=r"argument carry\[0\]\.dropout\.inference\."
+    ) as caught:
+        treescan.scan(step, (block, X), length=3, key=KEY)
+    assert any("eqx.partition(module, eqx.is_array)" in note for note in caught.value.__notes__)
+
+    arrays, rest = eqx.partition(block, eqx.is_array)
+
+    def combined(carry: tuple[Block, jax.Array], x: Any, *, key: jax.Array) -> Any:
+        (_, h), y = step((eqx.combine(carry[0], rest), carry[1]), x, key=key)
+        return (carry[0], h), y
+
+    def closed(h: jax.Array, x: Any, *, key: jax.Array) -> Any:
+        return step((block, h), x, key=key)[0][1], h
+
+    ours = treescan.scan(combined, (arrays, X), length=3, key=KEY)
+    np.testing.assert_allclose(ours[1], treescan.scan(closed, X, length=3, key=KEY)[1], rtol=1e-6)
+
+
 def test_a_module_as_a_custom_carry() -> None:
     class Doubled(eqx.Module, treescan.carries.AbstractCarry[jax.Array, jax.Array]):  # type: ignore[misc, name-defined]
         value: jax.Array

@@ -1,7 +1,6 @@
 """What JAX does to programs and with them happens to treescan's loops as it happens to those of `jax.lax.scan`."""
 
 import functools
-import re
 
 import chex
 import flax.linen
@@ -16,6 +15,7 @@ from oracle import assert_bitwise
 from thin import parametrize
 
 import treescan
+from treescan.carries import ema
 
 XS = array(4)
 
@@ -156,10 +156,95 @@ def test_a_message_about_concrete_values_names_the_users_body_and_argument(run, 
     text = message(lambda: run(bodily))
     assert "bodily" in text
     assert __file__ in text
-    named = re.search(r"argument ((?:first|second)\b\S*)", text)
-    assert named, text
-    if run is not RUNS["fori"]:  # its index travels with the carry
-        assert named[1].startswith(("first", "second")[place])
+    assert f"the value of the argument {('first', 'second')[place]}." in text
+
+
+def truth(leaf, kept):
+    """A use of a leaf as a Python bool."""
+    bool(jnp.sum(leaf) > 0)
+    return kept
+
+
+ROWS, LENGTHS, KEY = {"a": array(4, 3), "b": array(4, 3)}, jnp.array([4, 2, 1]), jax.random.key(0)
+CARRY = {"h": (array(3), array(3))}
+STEP = lambda c, x: (truth(jnp.tanh(c["h"][1] + x["b"]), c), x["a"])  # noqa: E731
+LEAVES = {
+    "key": (lambda: treescan.scan(lambda c, x, *, key: (truth(c["h"][1], c), x), CARRY, XS, key=KEY), 'c["h"][1]'),
+    "of_key": (
+        lambda: treescan.scan(lambda c, x, *, key: (truth(jax.random.uniform(key), c), x), CARRY, XS, key=KEY),
+        "key",
+    ),
+    "whole": (
+        lambda: treescan.scan(lambda c, x: (truth(x[0]["a"], c), x), 0, (ROWS, XS), in_axes=(None, 0)),
+        'x[0]["a"]',
+    ),
+    "check_finite": (lambda: treescan.scan(STEP, CARRY, ROWS, check_finite=True, remat="step"), 'c["h"][1] and x["b"]'),
+    "truncate": (lambda: treescan.scan(STEP, CARRY, ROWS, truncate=2, save=2), 'c["h"][1] and x["b"]'),
+    "rows": (lambda: treescan.mask_scan(STEP, CARRY, ROWS, lengths=LENGTHS), 'c["h"][1] and x["b"]'),
+    "compact": (lambda: treescan.mask_scan(STEP, CARRY, ROWS, lengths=LENGTHS, compact=True), 'c["h"][1] and x["b"]'),
+    "gradient": (
+        lambda: jax.grad(lambda c: treescan.mask_scan(STEP, c, ROWS, lengths=LENGTHS)[1].sum())(CARRY),
+        'c["h"][1] and x["b"]',
+    ),
+    "valid": (
+        lambda: treescan.mask_scan(lambda c, x, *, valid: (truth(valid, c), x), CARRY, ROWS, lengths=LENGTHS),
+        "valid",
+    ),
+    "while": (lambda: treescan.while_scan(lambda c: c["h"][0] < 2, STEP, CARRY, ROWS), 'c["h"][1] and x["b"]'),
+    "condition": (lambda: treescan.while_scan(lambda c: truth(c["a"], c), STEP, {"a": ema(XS, 0.9)}, ROWS), 'c["a"]'),
+    "carries": (lambda: treescan.fold(lambda c, x: truth(c["a"], c), {"a": ema(XS, 0.9)}, XS), 'c["a"]'),
+    "fori": (lambda: treescan.fori(0, jnp.int32(3), lambda i, c: truth(c["h"][1] + i, c), CARRY), 'i and c["h"][1]'),
+    "state": (
+        lambda: treescan.fold_layers(lambda layer, x, s: (truth(s["m"], x), s), 0.0, ROWS, state={"m": XS}),
+        's["m"]',
+    ),
+    "args": (
+        lambda: treescan.fold_layers(lambda layer, x, a: truth(a["m"], x), 0.0, ROWS, args=({"m": XS},), remat="step"),
+        'a["m"]',
+    ),
+    "layers": (
+        lambda: treescan.scan_layers(lambda w, x: (truth(w["b"], x), x), 0.0, ROWS, check_finite=True),
+        'w["b"]',
+    ),
+    "chunk_map": (lambda: treescan.chunk_map(lambda c: truth(c["b"], c["a"]), ROWS, 2), 'c["b"]'),
+    "lift": (
+        lambda: treescan.lift(lambda v, r, c, x: ((truth(v["p"]["w"], c), x), {}), variable_broadcast="p")(
+            {"p": {"w": XS}}, {}, CARRY, XS
+        ),
+        'variables["p"]["w"]',
+    ),
+    "init_layers": (lambda: treescan.init_layers(lambda key, n: truth(n["m"], XS), KEY, 2, {"m": XS}), 'n["m"]'),
+    "describe": (
+        lambda: treescan.describe(treescan.mask_scan, STEP, CARRY, ROWS, lengths=LENGTHS),
+        'c["h"][1] and x["b"]',
+    ),
+    "jit_within": (
+        lambda: treescan.scan(lambda c, x, key: (jax.jit(lambda q: truth(q, q))(x), c), 0.0, XS, key=KEY),
+        "q",
+    ),
+}
+
+
+@parametrize("case", LEAVES)
+def test_a_message_about_concrete_values_names_leaves_as_the_body_does(case):
+    run, names = case
+    many = "s" * (" and " in names)
+    assert f"the value{many} of the argument{many} {names}." in message(run)
+
+
+def test_a_message_about_a_number_in_the_carry_says_what_helps():
+    def step(carry, x):
+        return (truth(carry[0], carry) if carry[1] else carry), x
+
+    with pytest.raises(NOT_CONCRETE) as caught:
+        treescan.scan(step, (XS, True), XS, truncate=2)
+    assert any("carry[1] was True" in note and "close over it." in note for note in caught.value.__notes__)
+    with pytest.raises(NOT_CONCRETE) as caught:
+        treescan.scan(step, (XS, jnp.bool_(True)), XS, truncate=2)
+    assert not any("close over" in note for note in caught.value.__notes__)
+    with pytest.raises(NOT_CONCRETE) as caught:
+        treescan.fold_layers(lambda layer, x: step(x, None)[0], (XS, True), ROWS)
+    assert any("pass it in `args`." in note for note in caught.value.__notes__)
 
 
 # In the place of lax.scan.

@@ -22,6 +22,7 @@ from .._tree import holds_arrays, is_static, leaves_with_path, same_structure, t
 from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
 from .registered import REGISTER
 from .signature import SCAN, Convention, annotated
+from .traced import note_block, rename
 
 
 def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -49,6 +50,10 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
         raise
     except Exception as error:
         _check_order(body, convention, arguments, keywords, error)
+        names = names_of_arguments(body, convention, len(arguments))
+        rename(error, (*zip(names, arguments, strict=True), *keywords.items()))
+        if convention.takes[:2] == ("layer", "x"):
+            note_block(error)
         place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
         value: Any = arguments[place] if len(arguments) > place != convention.place else None
         if not are_alike(value):
@@ -206,6 +211,13 @@ def names_of(body: Body, count: int, place: int) -> tuple[str, ...]:
     """The names of so many arguments, but for that of the carry."""
     names = (*body.names[:count], *(f"args[{i}]" for i in range(len(body.names), count)))
     return (*names[:place], *names[place + 1 :])
+
+
+def names_of_arguments(body: Body, convention: Convention, count: int) -> tuple[str, ...]:
+    """The names of so many arguments."""
+    place = convention.place
+    others = names_of(body, count, place)
+    return (*others[:place], carry_name(body, convention), *others[place:])[:count]
 
 
 def carry_name(body: Body, convention: Convention) -> str:

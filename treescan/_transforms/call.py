@@ -128,7 +128,7 @@ class Arguments(NamedTuple):
 def names_of(body: Body, convention: Convention) -> tuple[str, str]:
     """The body's own names for its carry and its x."""
     if len(convention.takes) == 1:  # a function over chunks, without a carry
-        return "carry", convention.takes[0]
+        return "carry", (body.names or convention.takes)[0]
     names = body.names if len(body.names) > 1 and body.names[0] != body.names[1] else convention.takes
     place = convention.place
     return names[place], names[1 - place]

@@ -37,7 +37,7 @@ from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
 from .prepare import prepare, silent
-from .prepare_layers import PreparedLayers, explain_traced, prepare_layers
+from .prepare_layers import PreparedLayers, prepare_layers
 from .scan import accumulate, fold, scan
 from .while_scan import while_scan
 
@@ -310,7 +310,7 @@ def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict
         args[place + i] if place + i < len(args) else next((options[name] for name in own if name in options), None)
         for i, own in enumerate((("f", "block"), ("init", "x")))
     )
-    return explain(explain_traced(error), getattr(verb, "__name__", "describe"), body, init, words)
+    return explain(error, getattr(verb, "__name__", "describe"), body, init, words)
 
 
 def _refuse_details(progress: Progress | None) -> None:

@@ -16,6 +16,7 @@ import jax
 from .._arguments import check_length, infer_length, resolve_axes
 from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._body.signature import LIFT, Convention
+from .._body.traced import rename
 from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
 from .._progress import shown_as
 from .._transforms.axes import spread_axes, static_axes
@@ -111,6 +112,10 @@ class Rngs(NamedTuple):
     split: PyTree
 
 
+_KEYS_OF_STEP = Root("rngs", numbered=True)
+named_roots(Rngs, shared=_KEYS_OF_STEP, split=_KEYS_OF_STEP)
+
+
 class State(NamedTuple):
     """What is carried."""
 
@@ -170,7 +175,12 @@ class GroupStep:
         if self.whole is not None:
             part, leaves = self.whole
             args = part.join(leaves, list(args))
-        carry, y, groups = self.call(groups, rngs, state.carry, args)
+        try:
+            carry, y, groups = self.call(groups, rngs, state.carry, args)
+        except Exception as error:
+            given = (state, StepInputs(variables, rngs, args), GroupOutputs(None, (), broadcast))
+            rename(error, (("", tree) for tree in given))
+            raise
         refuse_made(state.variables, groups.carried)
         return State(groups.carried, carry), GroupOutputs(y, groups.scanned, groups.broadcast)
 

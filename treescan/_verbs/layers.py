@@ -25,7 +25,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare_layers import explain_traced, prepare_layers
+from .prepare_layers import prepare_layers
 
 Layer = TypeVar("Layer")
 State = TypeVar("State")
@@ -188,7 +188,7 @@ def scan_layers(
         check_options(options, _ACCEPTED, _SCAN_REFUSES)
         return prepare_layers(SCAN_LAYERS, block, x, layers, xs, args, state=state, **options).run()
     except Exception as error:
-        explained = explain(explain_traced(error), "scan_layers", block, x, LAYER_WORDS)
+        explained = explain(error, "scan_layers", block, x, LAYER_WORDS)
     raise explained
 
 
@@ -309,5 +309,5 @@ def fold_layers(
         parts = prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, state=state, **options).run()
         return parts[0] if len(parts) == 1 else parts
     except Exception as error:
-        explained = explain(explain_traced(error), "fold_layers", block, x, LAYER_WORDS)
+        explained = explain(error, "fold_layers", block, x, LAYER_WORDS)
     raise explained

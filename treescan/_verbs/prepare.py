@@ -21,9 +21,10 @@ from .._arguments import (
     resolve_axes,
 )
 from .._avals import Array, ArrayLike, LeafAxes, PyTree
-from .._body.call import check_callable, names_of, takes_keyword
+from .._body.call import carry_name, check_callable, names_of, takes_keyword
 from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
+from .._body.traced import note_numbers
 from .._errors import Misuse, describe_body, verb
 from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
 from .._transforms.axes import OverAxes, static_axes
@@ -177,10 +178,14 @@ class Prepared:
         faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
         with silent(), in_reverse_alone(faults[-1] if faults else None):
-            if compiles:
-                result = execute(program, self.given, programs, moves=moves, donates=donates)
-            else:
-                result = program(self.given)
+            try:
+                if compiles:
+                    result = execute(program, self.given, programs, moves=moves, donates=donates)
+                else:
+                    result = program(self.given)
+            except Exception as error:
+                self._note_numbers(error)
+                raise
         if any(getattr(each, "returned", False) for each in program.transforms):
             from .._transforms.finite.check import FiniteReport
 
@@ -192,6 +197,12 @@ class Prepared:
             deliver(result.evidence)
             result = result._replace(evidence=None).short
         return restored(result, self.call, self.adopted)
+
+    def _note_numbers(self, error: Exception) -> None:
+        """Adds what to do where a body takes a number of the carry or of xs, which is traced, for one of Python's."""
+        call, (init, xs, *_) = self.call, self.given
+        carries = [(carry_name(each.body, each.convention), init) for each in call.each]
+        note_numbers(error, [*carries, (call.names[1], xs)], has_args=call.convention.spread)
 
 
 def recomputing(remat: Any) -> Transform | None:

@@ -37,7 +37,7 @@ from .._body.carry import StateAndY
 from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
-from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
+from .._errors import LayerFault, Misuse, Row, speaking_of
 from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
 from .._transforms.call import Arguments, Call
 from .._transforms.outputs import KeepOutputs, MoveOutputs
@@ -492,22 +492,3 @@ def _arguments(
         given.append((stacks.layers[i], *((stacks.xs[i],) if takes_x else ()), *own))
         axes.append(None if led is None else (*led, *(0,) * len(jax.tree.leaves(own))))
     return tuple(given), tuple(axes)
-
-
-_OF_TRACED_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-)
-
-
-def explain_traced(error: Exception) -> Exception:
-    """The error, with a note where a block used a traced value as Python's, as when it branches on a window."""
-    if isinstance(error, _OF_TRACED_VALUES) and not isinstance(error, TreescanError):
-        error.add_note(
-            "A block is traced once for all layers of its stack, so values in `layers` or `xs` are traced. If a "
-            "value must be known when the program is traced, and differs between layers, for example a window size, "
-            "use a pattern: `local = functools.partial(block, window=512)` and so on, `[local, local, global_]` "
-            "with a stack for each. Pass a value that all layers share as `args`."
-        )
-    return error

@@ -17,6 +17,7 @@ from jax.core import eval_jaxpr
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, describe_traced, dtype_of
 from ..._body.call import call_user
 from ..._body.carry import read_carries
+from ..._body.traced import rename
 from ..._errors import BodyFault, Fault, speaking_of
 from ..._loop.loop import Body, Loop
 from ..._loop.run import named_signature
@@ -53,7 +54,11 @@ class CallCondition:
         with speaking_of(self.body.function):
             carry = thaw_static(carry) if self.frozen else carry
             carry = read_carries(carry, self.name) if self.custom else carry
-            holds = call_user(self.body.function, carry)
+            try:
+                holds = call_user(self.body.function, carry)
+            except Exception as error:
+                rename(error, [(self.name, carry)])
+                raise
             _check_flags(holds)
         return jnp.asarray(holds, bool)
 
