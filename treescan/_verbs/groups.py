@@ -16,7 +16,7 @@ import jax
 from .._arguments import check_length, infer_length, resolve_axes
 from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._body.signature import LIFT, Convention
-from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
+from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect, named_fields
 from .._loop.loop import Transform
 from .._progress import shown_as
 from .._transforms.axes import spread_axes, static_axes
@@ -32,6 +32,7 @@ Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyLi
 NameFilter: TypeAlias = Callable[[str], bool]
 
 
+@named_fields
 @dataclass(frozen=True)
 class DenyList:
     """All names except those that another filter matches.
@@ -43,6 +44,7 @@ class DenyList:
     deny: Any
 
 
+@named_fields
 @dataclass(frozen=True)
 class In:
     """An axis along which a collection is scanned, but not returned.
@@ -54,6 +56,7 @@ class In:
     axis: int
 
 
+@named_fields
 @dataclass(frozen=True)
 class Out:
     """An axis along which a collection is stacked that the steps return, but do not receive.

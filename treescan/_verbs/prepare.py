@@ -20,11 +20,11 @@ from .._arguments import (
     refuse_unsliced,
     resolve_axes,
 )
-from .._avals import Array, ArrayLike, LeafAxes, PyTree
+from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
-from .._errors import Misuse, describe_body, verb
+from .._errors import CarryError, Cure, Fault, Misuse, TreescanError, describe_body, verb
 from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
 from .._transforms.axes import OverAxes, static_axes
 from .._transforms.order import in_order
@@ -179,10 +179,14 @@ class Prepared:
         faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
         with silent(), in_reverse_alone(faults[-1] if faults else None):
-            if compiles:
-                result = execute(program, self.given, programs, moves=moves, donates=donates)
-            else:
-                result = program(self.given)
+            try:
+                if compiles:
+                    result = execute(program, self.given, programs, moves=moves, donates=donates)
+                else:
+                    result = program(self.given)
+            except Exception as error:
+                _refuse_exchanged(self.call, self.given, error)
+                raise
         if any(getattr(each, "returned", False) for each in program.transforms):
             from .._transforms.finite.check import FiniteReport
 
@@ -194,6 +198,34 @@ class Prepared:
             deliver(result.evidence)
             result = result._replace(evidence=None).short
         return restored(result, self.call, self.adopted)
+
+
+def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
+    """Refuses a call whose body fails, or changes the type of its carry, and runs if init and xs are exchanged."""
+    fails = isinstance(error, _OF_OTHER_VALUES) and not isinstance(error, TreescanError)
+    if not (fails or (isinstance(error, Fault) and error.error is CarryError)) or call.others or given.rows is not None:
+        return
+    spread, xs = call.convention.spread, given.xs
+    if spread:  # the layers, beside which there may be xs and a state
+        (xs,) = xs if len(xs) == 1 else (None,)
+    steps = {(shape_of(leaf) or (None,))[0] for leaf in jax.tree.leaves(given.init)}
+    if not jax.tree.leaves(xs) or len(steps) != 1 or None in steps:
+        return
+    exchanged = given._replace(init=xs, xs=(given.init,) if spread else given.init)
+    try:
+        jax.eval_shape(Program(dataclasses.replace(call, length=steps.pop()), ()), exchanged)
+    except Exception:
+        return
+    cure = f"The order is `treescan.{call.convention.call}`. With `{{init}}` and `{'layers' if spread else 'xs'}` "
+    cure += "exchanged, the {step} runs."
+    if isinstance(error, Fault):
+        error.cures = (*error.cures, Cure(cure))
+        return
+    raise Misuse(f"{{call}}: the {{step}} failed: {type(error).__name__}: {error}", cure, cause=error) from None
+
+
+_OF_OTHER_VALUES = (TypeError, ValueError, AttributeError, LookupError)
+"""What a body raises of values of other types than it was written for."""
 
 
 def recomputing(remat: Any) -> Transform | None:
