@@ -41,8 +41,8 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     (
         "types and trees",
         (
-            "_lazy, _text, _avals, _progress, _types,",
-            "_tree, _flax, _errors",
+            "_lazy, _text, _avals, _tree, _flax,",
+            "_errors, _progress, _types",
         ),
     ),
     ("custom carries", ("carries/",)),

@@ -65,15 +65,6 @@ def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: 
         raise TypeMisuse(f"{{call}} has no option `{name}`.", cure)
 
 
-def check_positional(more: tuple[Any, ...], takes: str, option: str) -> None:
-    """Refuses further positional arguments, of which the user may mean the first as this option."""
-    if more:
-        raise TypeMisuse(
-            f"{{call}} takes ({takes}) by position, and all options by name.",
-            f"Did you mean `{option}=...`?",
-        )
-
-
 def check_reverse(reverse: Any) -> bool:
     """A bool, Python's or NumPy's."""
     known = "The direction must be known when tracing: pass a Python bool, for example `bool(...)` of a concrete value."

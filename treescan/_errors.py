@@ -12,7 +12,7 @@ import inspect
 import os
 import types
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
@@ -69,6 +69,7 @@ GROUP_WORDS = {
     "all_whole": "nothing is scanned over",
 }
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 
 class TreescanError(Exception):
@@ -335,13 +336,8 @@ _VERBS: set[types.CodeType] = set()
 
 
 def verb(function: _F) -> _F:
-    """Marks a public function whose frame stays in tracebacks: the one frame that a user sees of this package.
-
-    One that takes no `**options`, which it would check itself, or needs an option, is wrapped: see `named_options`.
-    """
-    known = inspect.signature(function).parameters.values()
-    checks = any(p.kind is p.VAR_KEYWORD for p in known)
-    shown = function if checks and not _needed(known) else named_options(function)
+    """Marks a public function whose frame stays in tracebacks: the one frame that a user sees of this package."""
+    shown = named_options(function)
     code = getattr(shown, "__code__", None)
     assert isinstance(code, types.CodeType)
     _VERBS.add(code)
@@ -351,16 +347,16 @@ def verb(function: _F) -> _F:
 def named_options(function: _F) -> _F:
     """Explains what a public function raises. Arguments that it does not take are refused, with those that are meant.
 
-    The frame of the function itself is taken out of tracebacks, as the wrapper has one too.
+    A function that takes `**options` refuses unknown ones itself. The frame of the function is taken out of
+    tracebacks, as the wrapper has one, of the same name.
     """
     known = list(inspect.signature(function).parameters.values())
-    own = int(bool(known) and known[0].name == "self")
+    own = int(bool(known) and known[0].name in ("self", "cls"))
     known = known[own:]
     options = {f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in known if p.kind is not p.POSITIONAL_ONLY}
     name = function.__qualname__.rsplit("<locals>.", 1)[-1].removesuffix(".__init__")
-    checks = any(p.kind is p.VAR_KEYWORD for p in known)  # the function itself checks its options
+    checks = any(p.kind is p.VAR_KEYWORD for p in known)
 
-    @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             for option in () if checks else kwargs.keys() - options:
@@ -372,12 +368,8 @@ def named_options(function: _F) -> _F:
             explained = explain(_unfit(known, name, len(args) - own, kwargs, error) if is_unfit else error, name)
         raise explained
 
-    return cast("_F", call)
-
-
-def _needed(known: Iterable[inspect.Parameter]) -> list[str]:
-    """The options without a default."""
-    return [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    call.__code__ = call.__code__.replace(co_name=function.__name__)
+    return cast("_F", functools.wraps(function)(call))
 
 
 def _unfit(
@@ -385,17 +377,26 @@ def _unfit(
 ) -> Fault:
     """What is raised in place of Python's words where arguments do not fit the parameters of a public function."""
     first = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    takes, options = ", ".join(p.name for p in first), [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+    takes = ", ".join(p.name for p in first if p.name[0] != "_")
+    options = [p.name for p in known if p.kind is p.KEYWORD_ONLY]
+    needed = [p.name for p in known if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
     if given > len(first):
         cure = f"Did you mean `{options[0]}=...`?" if options else f"Call it as `{name}({takes})`."
-        by_name = ", and all options by name" if options else ""
+        by_name = ", and all options by name" if options or any(p.kind is p.VAR_KEYWORD for p in known) else ""
         return TypeMisuse(f"{{verb}} takes ({takes}) by position{by_name}.", _IN_ONE.get(name, cure))
     missing = [p.name for p in first[given:] if p.default is p.empty and p.name not in kwargs]
-    missing += [option for option in _needed(known) if option not in kwargs]
+    missing += [option for option in needed if option not in kwargs]
     says = f"needs {', '.join(f'`{each}`' for each in missing)}" if missing else str(error).partition("() ")[2]
     call = [*(p.name for p in first), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
-    call += [f"{option}=..." for option in _needed(known)]
+    call += [f"{option}=..." for option in needed]
     return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.")
+
+
+def named_fields(kind: type[_T]) -> type[_T]:
+    """Explains what the constructor of a dataclass of settings raises, as `named_options` does of a function."""
+    init: Any = named_options(kind.__init__)
+    setattr(kind, "__init__", init)  # noqa: B010, an assignment that type checkers refuse
+    return kind
 
 
 _IN_ONE = {name: f"Give one list: `{name}([first, second])`." for name in ("stack", "pad", "pack")}

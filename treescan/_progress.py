@@ -30,7 +30,7 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ._avals import Array, PyTree, is_key, is_sharded, unspread
-from ._text import named_fields
+from ._errors import named_fields
 
 
 class AbstractProgressMeter(abc.ABC):
@@ -123,6 +123,7 @@ def has_tqdm() -> bool:
     return "tqdm" in sys.modules or importlib.util.find_spec("tqdm") is not None
 
 
+@named_fields
 @dataclass(frozen=True)
 class Tqdm(AbstractProgressMeter):
     """A bar of tqdm: in a terminal, or a widget in a notebook. It is the default if tqdm is installed.
@@ -177,6 +178,7 @@ _lines: list[_Line] = []  # those that a terminal shows, side by side, outermost
 _lock = threading.RLock()
 
 
+@named_fields
 @dataclass(frozen=True)
 class Text(AbstractProgressMeter):
     """Text on the standard error stream: in a terminal one line that is updated, otherwise a line for each tenth.

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import html
-import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 WIDTH = 78
 _INDENT = "  "
@@ -76,8 +74,6 @@ def _listed(header: Sequence[str], row: Sequence[str]) -> str:
     return indent("\n".join(title.ljust(first) + cell.replace("\n", "\n" + " " * first) for title, cell in cells))
 
 
-_T = TypeVar("_T")
-
 _ALSO_CALLED = {
     "fill": ("fill_value", "padding_value", "pad_value", "value"),
     "value": ("fill", "fill_value", "padding_value", "pad_value", "constant_values"),
@@ -111,26 +107,6 @@ def advice(name: str, options: Iterable[str]) -> str:
     if not known:
         return "It takes none."
     return f"Did you mean `{near[0]}`?" if near else f"Its options are {', '.join(sorted(known))}."
-
-
-def named_fields(kind: type[_T]) -> type[_T]:
-    """Has a dataclass raise a TypeError with advice for a keyword that it does not have.
-
-    It is no error of this library's own, as the module of errors imports those of the settings.
-    """
-    init: Any = kind.__init__
-    fields = inspect.signature(init).parameters.keys() - {"self"}
-
-    @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs.keys() - fields:
-            raise TypeError(
-                f"`{kind.__name__}` has no field `{name}`. {advice(name, fields).replace('option', 'field')}"
-            )
-        init(self, *args, **kwargs)
-
-    setattr(kind, "__init__", checked)  # noqa: B010, an assignment that type checkers refuse
-    return kind
 
 
 _CELL = "text-align:left;padding:1px 12px 1px 0"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, Required,
 import jax
 
 from ._avals import Array, ArrayLike, PyTree
-from ._text import named_fields
+from ._errors import named_fields, named_options
 
 if TYPE_CHECKING:
     from ._progress import Progress
@@ -50,6 +50,7 @@ class Remat:
         return f"Remat({', '.join(f'{name}={_shown(value)}' for name, value in given)})"
 
     @classmethod
+    @named_options
     def fit(cls, budget: int) -> Remat:
         """Picks the plan with the fewest evaluations of the body that fits a budget of bytes.
 

@@ -3,6 +3,7 @@
 The texts of the errors are in `test_errors.py`.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import treescan
+import treescan.carries
 from treescan import Remat, fold, fold_layers, fori, mask_scan, scan, scan_layers, while_scan
 from treescan.integrations import nnx as of_nnx
 
@@ -108,6 +110,30 @@ def test_no_warning(run: Callable[[], Any]) -> None:
         run()
 
 
+# --- arguments by position --------------------------------------------------------------------------------------------
+
+
+def is_called(made: Any) -> bool:
+    """Whether users call it: a function, or settings."""
+    return inspect.isfunction(made) or made.__module__ == "treescan._types"
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(m, name) for m in (treescan, treescan.carries) for name in m.__all__ if is_called(getattr(m, name))],
+)
+def test_arguments_that_do_not_fit_the_parameters(module: Any, name: str) -> None:
+    """Python's own words name neither what is missing as the user calls it, nor a cure."""
+    called = getattr(module, name)
+    known = inspect.signature(called).parameters.values()
+    if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in known):
+        with pytest.raises(treescan.ArgumentTypeError, match=rf"^`{name}` needs `(.|\n)*Call it as\s+`{name}\("):
+            called()
+    if not any(p.kind is p.VAR_POSITIONAL for p in known):
+        with pytest.raises(treescan.ArgumentTypeError, match=rf"^`{name}` takes \((.|\n)*\n\n  \w"):
+            called(*range(20))
+
+
 # --- names of settings ------------------------------------------------------------------------------------------------
 
 
@@ -116,13 +142,13 @@ def test_no_warning(run: Callable[[], Any]) -> None:
     [
         (Remat, "level", "Did you mean `levels`?"),
         (treescan.Progress, "every", "Did you mean `updates`?"),
-        (Remat, "q", "Its fields are budget, levels, offload, policy, segment."),
+        (Remat, "q", "Its options are budget, levels, offload, policy, segment."),
     ],
 )
 def test_misspelt_fields(kind: Any, field: str, advice: str) -> None:
-    with pytest.raises(TypeError) as caught:
+    with pytest.raises(treescan.ArgumentTypeError) as caught:
         kind(**{field: 2})
-    assert str(caught.value) == f"`{kind.__name__}` has no field `{field}`. {advice}"
+    assert str(caught.value).split("\n\n  ") == [f"`{kind.__name__}` has no option `{field}`.", f"{advice}\n"]
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------

@@ -224,6 +224,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
             "The first axis of all arrays in a stack is the layers. If all layers share a number, make it a Python "
             "number, or keep it out of the stack."
         )
+        if root == "layers" and not any(sizes):
+            cure += " If this is x: it comes before the layers."
         plain = isinstance(stacked, list | tuple) and not hasattr(stacked, "_fields") and stacked
         if plain and all(same_structure(layer, stacked[0]) for layer in stacked):
             cure = f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."

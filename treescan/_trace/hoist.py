@@ -25,7 +25,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
-from .._errors import ArgumentTypeError, BodyFault, speaking_of
+from .._errors import ArgumentTypeError, BodyFault, named_options, speaking_of
 from .._loop.loop import Body, Feed, Loop, Memo, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
@@ -576,6 +576,7 @@ def is_rewriting() -> bool:
 
 
 @contextlib.contextmanager
+@named_options
 def rewriting(enabled: bool) -> Generator[None]:
     """Turns the rewriting of steps on or off, for loops that are traced inside the context.
 

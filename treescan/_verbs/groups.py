@@ -17,7 +17,7 @@ from .._arguments import check_length, infer_length, resolve_axes
 from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._body.signature import LIFT, Convention
 from .._body.traced import rename
-from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
+from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect, named_fields
 from .._progress import shown_as
 from .._transforms.axes import spread_axes, static_axes
 from .._transforms.once import ComputeOnce
@@ -33,6 +33,7 @@ Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyLi
 NameFilter: TypeAlias = Callable[[str], bool]
 
 
+@named_fields
 @dataclass(frozen=True)
 class DenyList:
     """All names except those that another filter matches.
@@ -44,6 +45,7 @@ class DenyList:
     deny: Any
 
 
+@named_fields
 @dataclass(frozen=True)
 class In:
     """An axis along which a collection is scanned, but not returned.
@@ -55,6 +57,7 @@ class In:
     axis: int
 
 
+@named_fields
 @dataclass(frozen=True)
 class Out:
     """An axis along which a collection is stacked that the steps return, but do not receive.

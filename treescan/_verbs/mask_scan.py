@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
-from .._arguments import check_options, check_positional
+from .._arguments import check_options
 from .._avals import Array, ArrayLike, PyTree
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
@@ -67,7 +67,7 @@ def mask_scan(
     f: Callable[..., Any],
     init: PyTree,
     xs: PyTree = None,
-    *_more: Any,
+    *,
     lengths: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     resets: ArrayLike | None = None,
@@ -180,7 +180,6 @@ def mask_scan(
          [ 6.  0.]]
     """
     try:
-        check_positional(_more, "step, init, xs", "lengths")
         check_options(options, _ACCEPTED, {})
         check_callable(f, MASK_SCAN.call)
         time_axis, axes = check_time_axis(time_axis), row_axes(carry_axes, x_axes, y_axes)

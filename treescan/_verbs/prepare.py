@@ -20,12 +20,12 @@ from .._arguments import (
     refuse_unsliced,
     resolve_axes,
 )
-from .._avals import Array, ArrayLike, LeafAxes, PyTree
+from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
 from .._body.call import carry_name, check_callable, names_of, takes_keyword
 from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
 from .._body.traced import note_numbers
-from .._errors import Misuse, describe_body, verb
+from .._errors import CarryError, Cure, Fault, Misuse, TreescanError, describe_body, verb
 from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
 from .._transforms.axes import OverAxes, static_axes
 from .._transforms.call import Arguments, Call
@@ -185,6 +185,7 @@ class Prepared:
                     result = program(self.given)
             except Exception as error:
                 self._note_numbers(error)
+                _refuse_exchanged(self.call, self.given, error)
                 raise
         if any(getattr(each, "returned", False) for each in program.transforms):
             from .._transforms.finite.check import FiniteReport
@@ -203,6 +204,34 @@ class Prepared:
         call, (init, xs, *_) = self.call, self.given
         carries = [(carry_name(each.body, each.convention), init) for each in call.each]
         note_numbers(error, [*carries, (call.names[1], xs)], has_args=call.convention.spread)
+
+
+def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
+    """Refuses a call whose body fails, or changes the type of its carry, and runs if init and xs are exchanged."""
+    fails = isinstance(error, _OF_OTHER_VALUES) and not isinstance(error, TreescanError)
+    if not (fails or (isinstance(error, Fault) and error.error is CarryError)) or call.others or given.rows is not None:
+        return
+    spread, xs = call.convention.spread, given.xs
+    if spread:  # the layers, beside which there may be xs and a state
+        (xs,) = xs if len(xs) == 1 else (None,)
+    steps = {(shape_of(leaf) or (None,))[0] for leaf in jax.tree.leaves(given.init)}
+    if not jax.tree.leaves(xs) or len(steps) != 1 or None in steps:
+        return
+    exchanged = given._replace(init=xs, xs=(given.init,) if spread else given.init)
+    try:
+        jax.eval_shape(Program(dataclasses.replace(call, length=steps.pop()), ()), exchanged)
+    except Exception:
+        return
+    cure = f"The order is `treescan.{call.convention.call}`. With `{{init}}` and `{'layers' if spread else 'xs'}` "
+    cure += "exchanged, the {step} runs."
+    if isinstance(error, Fault):
+        error.cures = (*error.cures, Cure(cure))
+        return
+    raise Misuse(f"{{call}}: the {{step}} failed: {type(error).__name__}: {error}", cure, cause=error) from None
+
+
+_OF_OTHER_VALUES = (TypeError, ValueError, AttributeError, LookupError)
+"""What a body raises of values of other types than it was written for."""
 
 
 def recomputing(remat: Any) -> Transform | None:

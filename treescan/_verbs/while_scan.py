@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
-from .._arguments import check_length, check_options, check_positional, infer_length, rows_of_steps
+from .._arguments import check_length, check_options, infer_length, rows_of_steps
 from .._avals import Array, LeafAxes, PyTree
 from .._body.signature import WHILE_SCAN
 from .._errors import WHILE_WORDS, Misuse, explain, in_own_words, verb
@@ -115,7 +115,7 @@ def while_scan(
     f: Callable[..., Any],
     init: PyTree,
     xs: PyTree = None,
-    *_more: Any,
+    *,
     max_length: int | None = None,
     fill: PyTree = 0,
     remat: RematLike | None = None,
@@ -223,7 +223,6 @@ def while_scan(
         from .._transforms.until.condition import check_condition
         from .._transforms.until.end_early import EndEarly
 
-        check_positional(_more, "cond, step, init, xs", "max_length")
         check_options(options, _ACCEPTED, _REFUSES)
         check_condition(cond)
         refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)

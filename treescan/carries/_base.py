@@ -86,6 +86,7 @@ def is_carry(node: Any) -> bool:
     return isinstance(node, AbstractCarry)
 
 
+@named_options
 def as_seen(carry: AbstractCarry[Seen_co, Any]) -> Seen_co:
     """Returns a carry, typed as what the body sees in its place, so that `init` has the type of the body's carry.
 
@@ -137,6 +138,7 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     )
 
 
+@named_options
 def read_tree(tree: PyTree) -> PyTree:
     """Returns what a body sees of a tree: each custom carry is replaced by what it shows.
 
@@ -157,6 +159,7 @@ def read_tree(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda node: node.read() if is_carry(node) else node, tree, is_leaf=is_carry)
 
 
+@named_options
 def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> PyTree:
     """Returns a tree after one step, for carries that wrap others: returned values are written to the carries in it.
 
@@ -178,12 +181,11 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
     nodes, outer = jax.tree.flatten(tree, is_leaf=is_carry)
     parts = parts_of(outer, returned)
     if parts is None:
-        fault = TypeMisuse(
+        raise TypeMisuse(
             f"{{verb}} got {describe_node(returned)}, whose structure differs from that of the tree to write to, "
             f"{describe_node(tree)}.",
             "Return the structure that `read_tree` returns, with any values in the places of custom carries.",
         )
-        raise explain(fault, "write_tree")
     pairs = zip(nodes, parts, strict=True)
     return jax.tree.unflatten(outer, [node.write(part, valid) if is_carry(node) else part for node, part in pairs])
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument
 from ..._body.carry import read_carries
-from ..._errors import Fault, Misuse, TypeMisuse
+from ..._errors import Fault, Misuse, TypeMisuse, named_options
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.blame import MADE, UNSURE, Operation
 from ..._trace.hoist import Hoisted, is_smooth
@@ -130,6 +130,7 @@ def note(record: NonFinite) -> None:
     _last[0] = record
 
 
+@named_options
 def last_nonfinite() -> NonFinite | None:
     """Returns the last record of `check_finite` in this process, also under `jax.jit`.
 
