@@ -287,7 +287,8 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.P({', '.join(free)}))"
     raise Misuse(
         "{call}: {xs} has leaves that are sharded along the axis that is scanned over.",
-        f"Every device needs the slice of the current step: `{resharded}`, or shard another axis.",
+        f"Every device needs the slice of the current step: `{resharded}`, or shard another axis. If steps are parts "
+        "of a batch, use `treescan.chunk_map` instead: each device then computes its share of each part.",
         rows=rows,
     )
 

@@ -230,12 +230,39 @@ def shard(value: Array, sharding: Any) -> Array:
     return value if jax.typeof(value).sharding == sharding else jax.sharding.reshard(value, sharding)
 
 
-def unspread(leaf: Array) -> Array:
-    """A value whose first axis is not sharded, where shardings are part of the type."""
+def unspread(leaf: Array, axis: int = 0) -> Array:
+    """A value of which one axis is not sharded, where shardings are part of the type."""
     parts = parts_of(leaf)
-    if not parts or parts[0] is None:
+    if parts[axis : axis + 1] in ((), (None,)):
         return leaf
-    return shard(leaf, NamedSharding(_sharding(leaf).mesh, PartitionSpec(None, *parts[1:])))
+    return shard(leaf, NamedSharding(_sharding(leaf).mesh, PartitionSpec(*parts[:axis], None, *parts[axis + 1 :])))
+
+
+def first_axes(leaf: Array, count: int) -> NamedSharding:
+    """The sharding of so many first axes of a value, where shardings are part of the type."""
+    return NamedSharding(_sharding(leaf).mesh, PartitionSpec(*parts_of(leaf)[:count]))
+
+
+def shards_of(leaf: Any, axis: int) -> int:
+    """Over how many devices an axis of a value is split, where shardings are part of the type."""
+    names = parts_of(leaf)[axis]
+    sizes = _sharding(leaf).mesh.shape
+    return math.prod(sizes[name] for name in (names if isinstance(names, tuple) else (names,)) if name is not None)
+
+
+def devices_of(tree: PyTree) -> int:
+    """Over how many devices arrays may be split, as far as is known: only an explicit mesh says whether they are.
+
+    They are those of the mesh that a type names, or that is set, without its manual axes. If there is none, they are
+    all devices: under `jax.jit`, the types of arrays that only `in_shardings` splits name no mesh.
+    """
+    avals = [aval for aval in map(jax.typeof, jax.tree.leaves(tree)) if isinstance(aval, ShapedArray)]
+    meshes = [*(aval.sharding.mesh for aval in avals), jax.sharding.get_abstract_mesh()]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), None)
+    if mesh is None:
+        return jax.device_count()
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
 
 
 def is_key(leaf: Any) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import case, exported
+from error_cases import case, exported, on_mesh
+from jax.sharding import PartitionSpec
 
 from treescan import Progress, chunk_map
 
@@ -23,6 +24,12 @@ def mean(chunk):
 def run(one: Any, size: Any = 4, xs: Any = XS, f: Any = square, **options: Any) -> Any:
     xs = jax.tree.map(lambda x: x * one.astype(x.dtype) if x.ndim else x, xs)
     return (chunk_map(f, xs, size, **options),)
+
+
+@on_mesh()
+def chunk_map_size_of_no_shares(one):
+    xs = jax.sharding.reshard(jnp.ones((8, 4)) * one, PartitionSpec("rows"))
+    return chunk_map(square, {"x": xs, "y": jnp.ones(8)}, 3)
 
 
 def flags(chunk):

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from bars import Recorder, steps_of
 from by_hand import derived
 from hlo import Program
 from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from loops import array
 from oracle import assert_close
 from thin import all_pairs, everyday
@@ -229,3 +231,87 @@ def test_memory_of_a_vocabulary():
 def test_memory_of_a_remainder():
     """Its logits are alive at most beside those of one chunk. To cut the hidden states in two copies them."""
     assert of_gradient(in_chunks, size=600) < 2.1 * LOGITS * (600 + 400) / 4000 + WEIGHTS + 2.4 * HIDDEN
+
+
+# A batch that devices share
+
+
+def shared(kind, shape, spec):
+    """Hidden states, targets and weights of a batch [B, T] on a mesh."""
+    mesh = jax.make_mesh(shape, ("a", "b")[: len(shape)], axis_types=(getattr(AxisType, kind),) * len(shape))
+    of_batch, whole = NamedSharding(mesh, P(spec)), NamedSharding(mesh, P())
+    targets = jnp.arange(40 * 13).reshape(40, 13) % 24
+    given = array(40, 13, 48, seed=1), targets, array(48, 24, seed=2)
+    return tuple(jax.device_put(x, place) for x, place in zip(given, (of_batch, of_batch, whole), strict=True))
+
+
+def of_tokens(h, targets, w, masked=False):
+    """The loss, and an output of each entry, over [B * T]; 8 of 520 entries are left over."""
+    xs = h.reshape(-1, 48), targets.reshape(-1)
+
+    def padded(x, valid):
+        return jnp.sum(jnp.where(valid[:, None], jnp.tanh(x[0] @ w), 0))
+
+    if masked:
+        return chunk_map(padded, xs, 64, reduce="sum")
+    tops = chunk_map(lambda x: jnp.sin(x[0] @ w), xs, 64)
+    return in_chunks(*xs, w, size=64) + jnp.sum(tops * jnp.arange(520.0)[:, None])
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize(
+    ("shape", "spec", "masked"), [((8,), "a", True), ((4, 2), ("a", "b"), False), ((4, 2), "a", False)]
+)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_devices_share_each_chunk(kind, shape, spec, masked):
+    """Each multiplies its own share of the rows, and exchanges nothing but sums."""
+    gradient = jax.value_and_grad(functools.partial(of_tokens, masked=masked), (0, 2))
+    given = shared(kind, shape, spec)
+    expected = jax.jit(gradient)(*jax.tree.map(np.asarray, given))
+    assert_close(jax.tree.map(np.asarray, jax.jit(gradient)(*given)), expected)
+    program = Program(gradient, *given)
+    rows = {int(n) for line in program for n in re.findall(r"= f32\[(\d+),(?:24|48)\]\S* dot\(", line)}
+    shards = 4 if spec == "a" and len(shape) == 2 else 8
+    assert rows - {24, 48} <= {64 // shards, 8 // shards}  # those are rows of the gradient of the weights
+    assert not re.search(r"\b(all-gather|all-to-all|collective-permute)", "\n".join(program))
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_memory_of_a_batch_that_devices_share(kind):
+    """Not more than a strided loop by hand takes; all rows of a chunk on each device take four times as much."""
+
+    def micro(w, x):
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w) ** 2))(w)
+
+    def by_hand(w, x):
+        parts = jnp.moveaxis(x.reshape(64, 8, 64), 1, 0)
+        return jax.lax.scan(lambda total, x: (total + micro(w, x), None), jnp.zeros_like(w), parts)[0]
+
+    def ours(w, x):
+        return chunk_map(functools.partial(micro, w), x, 64, reduce="sum")
+
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(getattr(AxisType, kind),))
+    types = (
+        jax.ShapeDtypeStruct(s, "f4", sharding=NamedSharding(mesh, P(a)))
+        for s, a in [((64, 64), None), ((512, 64), "a")]
+    )
+    types = tuple(types)
+    assert Program(ours, *types).temp_bytes <= Program(by_hand, *types).temp_bytes
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("in_shardings", [False, True])
+def test_devices_that_no_type_names(in_shardings):
+    """What `in_shardings` alone splits has a type without a mesh. Within `shard_map`, entries follow each other."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def ours(x):
+        return chunk_map(lambda x: jnp.cumsum(x @ jnp.eye(4)[:, :3], axis=0), x, 16)
+
+    if in_shardings:
+        program = Program(jax.jit(ours, in_shardings=NamedSharding(mesh, P("a"))), jnp.ones((64, 4)))
+        assert not re.search(r"f32\[16,4\]", "\n".join(program))
+    else:
+        got = jax.shard_map(ours, mesh=mesh, in_specs=P("a"), out_specs=P("a"))(jnp.ones((256, 4)))
+        assert_close(got, jnp.tile(jnp.cumsum(jnp.ones((16, 3)), axis=0), (16, 1)))

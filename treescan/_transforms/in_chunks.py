@@ -8,7 +8,20 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_leaf, dtype_of, place_like, shape_of
+from .._avals import (
+    Array,
+    LeafAxes,
+    PyTree,
+    TreeDef,
+    describe_leaf,
+    dtype_of,
+    first_axes,
+    place_like,
+    shape_of,
+    shard,
+    shards_of,
+    unspread,
+)
 from .._body.call import call_body, check_arrays
 from .._body.signature import CHUNK_MAP, annotated
 from .._errors import BodyFault, Row
@@ -95,14 +108,25 @@ def _check_numbers(y: PyTree) -> None:
         )
 
 
+def in_groups(leaf: Array, axis: int, groups: int) -> Array:
+    """A leaf whose axis is cut into so many groups of entries that follow each other: `[..., groups, n, ...]`."""
+    before, after = leaf.shape[:axis], leaf.shape[axis + 1 :]
+    return leaf.reshape(*before, groups, leaf.shape[axis] // groups, *after)
+
+
 @dataclass(frozen=True)
 class InChunks(Transform):
     """Cuts xs into the chunks of the loop's steps, and joins what the function returns for them.
 
+    Each chunk has an equal share of each group of entries. A device that holds whole groups then has its share of each
+    chunk, and computes with that alone. Chunks of entries that follow each other would be on one device each: all
+    devices would compute each of them whole.
+
     Attributes:
-        start: the first entry of the first chunk.
-        size: the entries of a chunk. If there are too few for the last one, its last entry is repeated.
+        start: how many entries earlier chunks have.
+        size: the entries of a chunk. If there are too few for the last one, the last entry of each group is repeated.
         entries: how many there are from `start` on.
+        groups: how many there are, which divides the entries, those of a chunk and `start`.
         axes: where they are in each leaf of xs; None: every chunk receives the leaf whole.
         frozen: whether xs holds static leaves.
         masked: whether the function receives which entries of a chunk are not repeated.
@@ -112,6 +136,7 @@ class InChunks(Transform):
     start: int
     size: int
     entries: int
+    groups: int
     axes: LeafAxes
     frozen: bool
     masked: bool
@@ -122,27 +147,37 @@ class InChunks(Transform):
         leaves, structure = jax.tree.flatten(loop.xs.x)
         whole, cut = split([axis is None for axis in self.axes], leaves)
         xs = [self._cut(leaf, axis, loop.length) for leaf, axis in zip(cut, _numbers(self.axes), strict=True)]
-        total, valid = loop.length * self.size, None
-        if self.masked:
-            valid = (jnp.arange(total) < self.entries).reshape(loop.length, self.size)
+        valid = self._valid(xs, loop.length) if self.masked else None
         step = MapChunk(loop.body, self.size, self.axes, structure, self.frozen, self.out_axes)
         loop = loop.having(step=step, consts=whole, xs=Feed(xs, valid=valid))
         return loop if self.out_axes is None else loop.finished(ys=self._joined)
 
     def _cut(self, leaf: Any, axis: int, chunks: int) -> Array:
         """A leaf in chunks, [chunks, size, ...]."""
-        leaf = jnp.moveaxis(leaf, axis, 0)
-        stop = min(self.start + chunks * self.size, leaf.shape[0])
-        leaf, missing = leaf[self.start : stop], chunks * self.size - (stop - self.start)
-        if missing:
-            last = jnp.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))
-            leaf = jnp.concatenate([leaf, last])
-        return leaf.reshape(chunks, self.size, *leaf.shape[1:])
+        leaf = in_groups(jnp.moveaxis(leaf, axis, 0), 0, self.groups)
+        start, count = self.start // self.groups, chunks * self.size // self.groups
+        leaf = leaf[:, start : start + count]
+        if missing := count - leaf.shape[1]:
+            last = jnp.broadcast_to(leaf[:, -1:], (self.groups, missing, *leaf.shape[2:]))
+            leaf = jnp.concatenate([leaf, last], axis=1)
+        return jax.lax.collapse(jnp.moveaxis(in_groups(leaf, 1, chunks), 1, 0), 1, 3)
+
+    def _valid(self, xs: list[Array], chunks: int) -> Array:
+        """Which entries of the chunks are not repeated, bool[chunks, size], split over devices as the entries are."""
+        places = jnp.arange(chunks * self.size // self.groups).reshape(chunks, 1, -1) < self.entries // self.groups
+        valid = jnp.broadcast_to(places, (chunks, self.groups, places.shape[2])).reshape(chunks, self.size)
+        split = [first_axes(x, 2) for x in xs if shards_of(x, 1) > 1]
+        return shard(valid, split[0]) if split else valid
 
     def _joined(self, result: Result) -> PyTree:
         assert self.out_axes is not None
-        flat = jax.tree.map(lambda y: jax.lax.collapse(y, 0, 2)[: self.entries], result.ys)
-        return move_outputs(flat, self.out_axes.tree)
+
+        def join(y: Array) -> Array:
+            y = unspread(y, 1) if self.groups % shards_of(y, 1) else y
+            y = jax.lax.collapse(jnp.moveaxis(in_groups(y, 1, self.groups), 1, 0), 1, 3)
+            return jax.lax.collapse(y[:, : self.entries // self.groups], 0, 2)
+
+        return move_outputs(jax.tree.map(join, result.ys), self.out_axes.tree)
 
 
 @dataclass(frozen=True)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from .._arguments import infer_length, rows_of_steps, with_axes
-from .._avals import LeafAxes, PyTree, describe_leaf, describe_node, shape_of
+from .._arguments import rows_of_steps, with_axes
+from .._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, devices_of, shape_of, shards_of
 from .._body.call import needs_keyword
 from .._body.signature import CHUNK_MAP
 from .._errors import CHUNK_WORDS, BodyFault, Misuse, Row, expect, expect_int, explain, verb
 from .._progress import Progress
 from .._transforms.axes import spread_axes, static_axes
-from .._transforms.in_chunks import InChunks, SumChunks
+from .._transforms.in_chunks import InChunks, SumChunks, in_groups
 from .._transforms.remat import Recompute, check_remat
 from .._tree import Prefix, leaves_with_path, same_structure
 from .._types import Axes, ChunkOptions, ProgressLike, RematLike, ValidMap, X, Y
@@ -46,6 +47,9 @@ def chunk_map(
     The result is that of `f(xs)`, for a function that treats entries independently. With `reduce="sum"` it is the sum
     of what `f` returns for the chunks, for example of losses and their gradients.
 
+    On one device, the entries of a chunk follow each other. On several devices, a chunk has entries from all over the
+    axis, so that each device computes its own share of it; results are in the order of the entries.
+
     Args:
         f: the function, `f(chunk) -> y`. It receives leaves `[chunk_size, ...]`, and returns leaves `[chunk_size, ...]`
             too, unless they are added up. If n is not a multiple of `chunk_size`, the entries that are left over are a
@@ -53,7 +57,8 @@ def chunk_map(
             filled up with copies of the last entry instead, and every chunk comes with `valid`, bool[chunk_size]. What
             `f` returns for the copies is dropped. With `reduce="sum"`, `f` itself must leave them out.
         xs: the inputs: any pytree with leaves `[n, ...]`.
-        chunk_size: the number of entries of a chunk.
+        chunk_size: the number of entries of a chunk. If devices share the entries, the number of devices has to divide
+            it: on an explicit mesh it is an error otherwise, on others every device computes whole chunks.
         in_axes: the axis of the entries, for each leaf of xs (a prefix tree). The chunk has it in the same place. With
             None, every chunk receives the whole leaf. Axes other than 0 cost a transposed copy.
         out_axes: the axis of the entries, for each leaf of y (a prefix tree).
@@ -136,26 +141,43 @@ def _entries(xs: PyTree, axes: LeafAxes | None) -> int:
             header=("leaf", "entries", "is"),
             rows=rows_of_steps(xs, axes),
         )
-    return infer_length(xs, None, axes)
+    return sizes[0]
 
 
 def _run(call: Prepared, size: int, out: Prefix | None, remat: Recompute | None, progress: ProgressLike) -> PyTree:
     """The result of all chunks, the smaller one at the end included."""
     entries, masked = call.call.length, call.call.sees_valid
     axes = call.axes or (0,) * len(jax.tree.leaves(call.given.xs))
+    groups = math.gcd(entries, size, devices_of(call.given.xs))
+    _check_shares(call.given.xs, axes, size)
 
     def run(start: int, stop: int, size: int, shown: ProgressLike) -> PyTree:
         chunks = dataclasses.replace(call.call, length=-(-(stop - start) // size))
-        cut = InChunks(start, size, stop - start, axes, call.call.frozen, masked, out)
+        cut = InChunks(start, size, stop - start, groups, axes, call.call.frozen, masked, out)
         part = dataclasses.replace(call, call=chunks)
         return part.run(cut, remat, SumChunks() if out is None else None, part.showing(shown))[1]
 
     left = 0 if masked else entries % size
     most = run(0, entries - left, size, progress)
-    return _together(most, run(entries - left, entries, left, False), out, size, left) if left else most
+    return _together(most, run(entries - left, entries, left, False), out, groups, size, left) if left else most
 
 
-def _together(most: PyTree, last: PyTree, out: Prefix | None, size: int, left: int) -> PyTree:
+def _check_shares(xs: PyTree, axes: LeafAxes, size: int) -> None:
+    """Refuses chunks of which devices cannot have equal shares, where types say that they share the entries."""
+    shards = [(path, leaf, shards_of(leaf, axis)) for path, leaf, axis in with_axes(leaves_with_path("xs", xs), axes)]
+    rows = [Row(path, str(count), describe_leaf(leaf)) for path, leaf, count in shards if size % count]
+    if rows:
+        least = math.lcm(*(count for _, _, count in shards))
+        raise Misuse(
+            f"{{call}}: devices cannot have equal shares of chunks of {size} entries.",
+            "The entries are split over devices, and each computes its share of each chunk. Choose a `chunk_size` that "
+            f"is a multiple of {least}.",
+            header=("leaf", "devices", "is"),
+            rows=rows,
+        )
+
+
+def _together(most: PyTree, last: PyTree, out: Prefix | None, groups: int, size: int, left: int) -> PyTree:
     """The results of whole chunks, and those of the smaller one."""
     rows, axes = [], () if out is None else spread_axes("out_axes", out.tree, most, "y")
     if not same_structure(most, last):
@@ -180,8 +202,14 @@ def _together(most: PyTree, last: PyTree, out: Prefix | None, size: int, left: i
     if out is None:
         return jax.tree.map(jnp.add, most, last)
     leaves = zip(jax.tree.leaves(most), jax.tree.leaves(last), axes, strict=True)
-    joined = [jnp.concatenate([a, b], axis=axis or 0) for a, b, axis in leaves]
+    joined = [_joined(a, b, (axis or 0) % a.ndim, groups) for a, b, axis in leaves]
     return jax.tree.unflatten(jax.tree.structure(most), joined)
+
+
+def _joined(most: Array, last: Array, axis: int, groups: int) -> Array:
+    """The results for the entries of each group, one group after the other."""
+    both = jnp.concatenate([in_groups(part, axis, groups) for part in (most, last)], axis=axis + 1)
+    return jax.lax.collapse(both, axis, axis + 2)
 
 
 def _others(leaf: Any, axis: Any, out: Prefix | None) -> tuple[int, ...]:
