@@ -11,6 +11,7 @@ from jax.core import eval_jaxpr
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
+_OUTWARD = frozenset({"pure_callback", "while"})  # a pure callback counts as no effect for JAX
 PRODUCTS = frozenset({"dot_general"})
 """The products that may be computed for many steps at once. A convolution is slower so: measured, 2.1 times."""
 
@@ -143,6 +144,14 @@ def has_symbolic_zeros(jaxpr: Any) -> bool:
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return holds(jaxpr, _BRANCHES)
+
+
+def shows_what_it_runs_on(jaxpr: Any) -> bool:
+    """Whether more than the results of an open jaxpr depends on the values that it runs on, effects left aside.
+
+    A callback sees them, and a loop may never end on some of them.
+    """
+    return holds(jaxpr, _OUTWARD)
 
 
 def jaxprs_within(equation: Any) -> Iterator[Any]:

@@ -69,7 +69,8 @@ class EarlyExit:
         chunks: the chunks of the derivative.
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
-        apart: whether the body is known to treat rows independently.
+        stands_in: whether what has stopped is shown its own first step, where no derivative is taken too. It need not
+            be if only discarded results tell what a body ran on, and if the body treats rows independently.
         tell: reports how far the loop has come; None: nothing does.
     """
 
@@ -80,7 +81,7 @@ class EarlyExit:
     chunks: Chunks
     branches: bool
     refusal: Exception | None
-    apart: bool
+    stands_in: bool
     tell: TellTaken | None
 
     @functools.cached_property
@@ -119,7 +120,7 @@ class EarlyExit:
     def _run(self, given: Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
         loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
-        step = masked_step(loop.step, stands_in=False) if self.apart and not debugs_nans() else loop.step
+        step = masked_step(loop.step, stands_in=self.stands_in or debugs_nans())
         step = masked_step(step, branches=True) if self.branches else step
         take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.rows.axes.y)
         ordered = len(self.loop.rows.tiers) > 1

@@ -12,6 +12,7 @@ from ..._avals import PyTree, as_arrays, place_like, vary_over, varying_axes
 from ..._errors import explain
 from ..._loop.loop import Feed, Loop, Memo, Result, is_untraced
 from ..._loop.run import run
+from ..._trace.equations import shows_what_it_runs_on
 from ..outputs import ALL, emitting
 from ..refuse import once_only
 from ..rows.axes import without_arrays
@@ -75,6 +76,7 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
     avals = [aval for aval, keep in zip(hoisted.y_avals, keeps, strict=True) if keep is not None]
     kept = [keep for keep in keeps if keep is not None]
     every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
+    noticed = hoisted.effects or shows_what_it_runs_on(hoisted.jaxpr)
     early = EarlyExit(
         loop=without_tracers(loop),
         hoisted=hoisted._replace(loop=None),
@@ -83,7 +85,7 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
         chunks=chunks if tell is None else tell.fit(chunks),
         branches=may_branch(),
         refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
-        apart=not going.holds.ndim or loop.rows.apart(),
+        stands_in=noticed or (going.holds.ndim > 0 and not loop.rows.apart()),
         tell=tell,
     )
     given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)
