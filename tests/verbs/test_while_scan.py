@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import Program
+from jax.experimental import checkify
 
 from treescan import Remat, fori, while_scan
 
@@ -107,6 +108,42 @@ def test_steps_that_are_not_taken_are_not_run():
         jax.block_until_ready(call(1.0))
         jax.effects_barrier()
         assert calls == {"body": 7, "cond": 8}
+
+
+def _checked(t, end):
+    checkify.check(t < end, "ran at {t} of {end}", t=t, end=end)
+    return t
+
+
+def _called_back(t, end):
+    return jax.pure_callback(lambda t, end: t if t < end else 1 / 0, t, t, end, vmap_method="sequential")
+
+
+def _counted(t, end):
+    """Ends only while t is before the end."""
+    return t + 0.0 * jax.lax.while_loop(lambda i: i < 2, lambda i: i + jnp.where(t < end, 1.0, 0.0), 0.0)
+
+
+@pytest.mark.parametrize("noticed", [_checked, _called_back, _counted])
+def test_no_check_sees_an_element_that_has_stopped(noticed):
+    """Nor does a callback, or a loop that ends on some values alone, in steps that other elements of a vmap take."""
+
+    def run(end, outputs=False):
+        def body(t, _):
+            return noticed(t, end) + 1, (t if outputs else None)
+
+        return while_scan(lambda t: t < end, body, 0.0, max_length=12).carry
+
+    runs = [run, functools.partial(run, outputs=True)]
+    runs += [jax.grad(lambda end: run(end) * end)] if noticed is _checked else []
+    for each in runs:
+        each, ends = jax.vmap(each), jnp.array([3.0, 7.0, -1.0])
+        if noticed is _counted:  # JAX takes no check of such a loop
+            values = each(ends)
+        else:
+            error, values = checkify.checkify(each)(ends)
+            assert error.get() is None
+        close(values, jnp.array([3.0, 7.0, 0.0]))
 
 
 def test_what_body_and_condition_close_over_is_differentiated():

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import eval_jaxpr
 
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
+_FOR_DATA_ALONE = frozenset({"ffi_call", "pallas_call", "pure_callback", "while"})
+"""Primitives that may fail on what is no data, or never end. Other callbacks are effects."""
+
 PRODUCTS = frozenset({"dot_general"})
 """The products that may be computed for many steps at once. A convolution is slower so: measured, 2.1 times."""
 
@@ -143,6 +147,17 @@ def has_symbolic_zeros(jaxpr: Any) -> bool:
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return holds(jaxpr, _BRANCHES)
+
+
+def is_for_data_alone(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr must not run on what is no data, effects left aside."""
+    return any(map(_is_for_data_alone, equations_within(jaxpr)))
+
+
+def _is_for_data_alone(equation: Any) -> bool:
+    if equation.primitive.name == "conv_general_dilated":  # XLA maps one in float64 by adding other rows times zero
+        return bool(equation.outvars[0].aval.dtype == np.float64)
+    return equation.primitive.name in _FOR_DATA_ALONE
 
 
 def jaxprs_within(equation: Any) -> Iterator[Any]:

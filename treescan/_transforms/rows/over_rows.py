@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
 from ..._errors import Misuse
 from ..._loop.loop import Loop, is_untraced
 from ..._loop.run import checks_key_reuse, debugs_nans
-from ..._trace.equations import equations_within
+from ..._trace.equations import is_for_data_alone
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
@@ -156,10 +155,6 @@ def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ..
         refuse_with_refs("compact")
 
 
-_FOR_DATA_ALONE = frozenset({"ffi_call", "pallas_call", "pure_callback", "while"})
-"""Primitives that may fail on what is no data, or never end. Other callbacks are effects."""
-
-
 def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
     """The contract of `mask_scan`: whether padded rows see their own values where nothing is differentiated.
 
@@ -168,14 +163,7 @@ def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
     """
     jaxpr = hoisted.jaxpr
     may_meet = None in (*axes.state, *axes.x) or any(jaxpr.invars[-1] in each.invars for each in jaxpr.eqns)
-    for_data_alone = any(map(_is_for_data_alone, equations_within(jaxpr)))
-    return not (may_meet or for_data_alone or hoisted.effects or hoisted.reverse_rule or debugs_nans())
-
-
-def _is_for_data_alone(equation: Any) -> bool:
-    if equation.primitive.name == "conv_general_dilated":  # XLA maps one in float64 by adding other rows times zero
-        return bool(equation.outvars[0].aval.dtype == np.float64)
-    return equation.primitive.name in _FOR_DATA_ALONE
+    return not (may_meet or is_for_data_alone(jaxpr) or hoisted.effects or hoisted.reverse_rule or debugs_nans())
 
 
 def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:

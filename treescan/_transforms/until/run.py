@@ -12,6 +12,7 @@ from ..._avals import PyTree, as_arrays, place_like, vary_over, varying_axes
 from ..._errors import explain
 from ..._loop.loop import Feed, Loop, Memo, Result, is_untraced
 from ..._loop.run import debugs_nans, run
+from ..._trace.equations import is_for_data_alone
 from ..outputs import ALL, emitting
 from ..refuse import once_only
 from ..rows.axes import without_arrays
@@ -75,6 +76,9 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
     avals = [aval for aval, keep in zip(hoisted.y_avals, keeps, strict=True) if keep is not None]
     kept = [keep for keep in keeps if keep is not None]
     every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
+    own_values = loop.rows.own_values
+    if not going.holds.ndim:  # an element of a vmap stops as a whole
+        own_values = not (hoisted.effects or is_for_data_alone(hoisted.jaxpr) or debugs_nans())
     early = EarlyExit(
         loop=without_tracers(loop),
         hoisted=hoisted._replace(loop=None),
@@ -83,7 +87,7 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
         chunks=chunks if tell is None else tell.fit(chunks),
         branches=may_branch(),
         refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
-        own_values=loop.rows.own_values or not (going.holds.ndim or debugs_nans()),
+        own_values=own_values,
         tell=tell,
     )
     given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)
