@@ -329,6 +329,30 @@ def test_an_element_that_goes_wrong_is_reported_from_its_device() -> None:
     assert "`h` became NaN in step 3 of 5 (row 1), which got it from `x`" in ran.stderr
 
 
+@pytest.mark.parametrize("names", [("d",), ("d", "e")])
+@pytest.mark.parametrize("use", [lambda w, h: h @ w, lambda w, h: h + w[jnp.arange(8) % 3].sum(0, keepdims=True)])
+def test_a_checked_step_may_read_weights_that_name_no_mesh(use: Any, names: tuple[str, ...]) -> None:
+    """JAX gives no type to the cotangents that tell where a NaN comes from, of such weights and of gathers."""
+
+    @jax.jit
+    def run(w: Any, h: Any, xs: Any) -> Any:
+        return treescan.fold(lambda h, x: jnp.log(use(w, h) + x), h, xs, check_finite="return")[1]
+
+    def says(*given: Any) -> str:
+        with pytest.raises(treescan.NonFiniteError) as caught:
+            run(*given).check()
+        return str(caught.value)
+
+    given = np.eye(8, dtype=np.float32), np.ones((8, 8), np.float32), np.ones((5, 8, 8), np.float32)
+    given[2][3, 2, 1] = -9
+    mesh = jax.make_mesh((4, 2), ("d", "e"), axis_types=(AxisType.Explicit,) * 2)
+    spread = (
+        jax.device_put(x, NamedSharding(mesh, P(*lead, *names)))
+        for x, lead in zip(given[1:], [(), (None,)], strict=True)
+    )
+    assert says(given[0], *spread) == says(*given)
+
+
 # --- a body that says itself how what it computes is spread -----------------------------------------------------------
 
 

@@ -242,8 +242,8 @@ def _causes_of(step: _Step, is_nan: Array) -> _Causes | None:
         if name in ELEMENTWISE:
             return _in_place(step, is_nan)
         return _by_derivative(step, is_nan) if name in _LINEAR else None
-    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
-        return None  # a release of JAX in which it looks otherwise
+    except Exception:  # a release of JAX in which it looks otherwise, or a cotangent whose sharding JAX does not know
+        return None
 
 
 def _in_place(step: _Step, is_nan: Array) -> _Causes:
@@ -276,7 +276,9 @@ def _by_derivative(step: _Step, is_nan: Array) -> _Causes:
     values = step.suspects
     if not values:
         return []
-    _, back = jax.vjp(step.run, [jnp.ones_like(value.array) for value in values])
+    ones, mesh = [jnp.ones_like(value.array) for value in values], mesh_of([value.array for value in step.read])
+    # JAX cannot give a type to a cotangent that is summed over a sharded axis, if what it is of names no mesh.
+    _, back = jax.vjp(step.run, ones if mesh is None else in_mesh(ones, mesh))
     (found,) = back(
         [
             jnp.zeros_like(value.array) if value.blamed is None else value.blamed.astype(value.array.dtype)
