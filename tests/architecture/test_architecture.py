@@ -120,7 +120,7 @@ OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
 
 
 REWRITING = {
-    "_cpu.writes", "_trace.cost", "_trace.dependence", "_transforms.budget",
+    "_cpu.writes", "_trace.cost", "_trace.dependence", "_trace.transposed", "_transforms.budget",
     "_transforms.in_bulk", "_transforms.products", "_transforms.remat", "_transforms.rows.compact",
     "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.rows.writing",
 }  # fmt: skip
