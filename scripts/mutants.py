@@ -44,7 +44,7 @@ TESTS = [
     str(file.relative_to(ROOT))
     for name in (
         "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_rows", "compact", "truncate",
-        "skipping", "variable_length", "chunk", "save", "saved", "independence", "primitives", "generated",
+        "skipping", "variable_length", "chunk", "save", "saved", "primitives", "generated",
         "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
         "ends", "reset_to", "finite", "finite_blame", "finite_details", "progress", "plan_bytes", "remat_plans",
         "describe",

@@ -15,6 +15,7 @@ from generated.shrink import shrink
 from thin import parametrize
 
 import treescan
+from treescan._transforms.rows import over_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -91,6 +92,30 @@ def test_what_is_wrong_is_noticed(monkeypatch, change):
     _patched(monkeypatch, change)
     with pytest.raises(Failure):
         check(SMALL)
+
+
+CONTRACT = {
+    "valid by multiplication": ("{0} + 0 * jnp.sum({0} * {1}.astype(dtype)[..., None], axis=(0,))", ("x0", "valid")),
+    "an inner while": ("{0} + 0 * halved({1})", ("x0", "x0")),
+    "custom_vjp": ("own_vjp({0})", ("x0",)),
+    "an effect": ("observed({0})", ("x0",)),
+}
+"""Bodies whose padded rows see good values in the forward pass too, by what of them shows otherwise."""
+
+
+@pytest.mark.parametrize("name", CONTRACT)
+def test_what_the_contract_of_mask_scan_excludes(monkeypatch, name):
+    text, reads = CONTRACT[name]
+    body = (*SMALL.body[:2], Instruction(Value("v2", Type(True, (3,))), text, reads))
+    last = Instruction(Value("v3", Type(True, (3,))), "jnp.tanh({0} + {1})", ("v0", "v2"))
+    program = SMALL.replace(body=(*body, last), nxt=("v3",), valid="valid" in reads, padding="inf", mode=("value",))
+    check(program)
+    monkeypatch.setattr(over_rows, "_see_own_values", lambda *_: True)
+    if name in ("custom_vjp", "an effect"):  # no step of these is run in place, whatever the contract says
+        check(program)
+    else:
+        with pytest.raises(Failure, match="not finite"):
+            check(program)
 
 
 def test_a_foreign_exception_is_a_failure_and_a_refusal_is_not(monkeypatch):

@@ -4,11 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jaxprs import equations
 from nonfinite import caught, named
-from thin import parametrize, slow
+from primitive_cases import ENTRIES, GRID, Operand, examples
+from thin import parametrize, shares, slow
 
 import treescan
+from treescan._trace import blame
 
 pytestmark = pytest.mark.quick
 
@@ -181,3 +185,28 @@ def test_every_dtype(dtype: Any) -> None:
     xs = jnp.zeros((2, 3, 2), dtype).at[1, 2, 0].set(jnp.asarray(1, dtype))
     text = caught(lambda: treescan.fold(step, h, xs, check_finite=True))
     assert "in step 1 of 2 (row 2), first in `" in text
+
+
+def example_of(name: str) -> Any:
+    """A function that evaluates a primitive, and two draws of its operands."""
+    if name in ENTRIES:
+        found = examples(name, ENTRIES[name].types[0])
+        function, operands = next(e[1:] for e in found if all(operand.shape == GRID for operand in e.operands))
+    else:  # nothing else treats it specially
+        function = getattr(jax.lax, name)
+        operands = [Operand(GRID, "float32", 0.5, 1.5)] * (1 + (name == "nextafter"))
+    rng = np.random.default_rng(0)
+    return function, *([jnp.asarray(operand.draw(rng)) for operand in operands] for _ in range(2))
+
+
+HERE = {name for name in blame.ELEMENTWISE if name in ENTRIES or hasattr(jax.lax, name)}  # a release may lack some
+
+
+@pytest.mark.parametrize("names", shares(HERE - {"name"}))
+def test_what_counts_as_elementwise_is(names: list[str]) -> None:
+    for name in names:
+        function, given, other = example_of(name)
+        assert name in {each.primitive.name for each in equations(jax.make_jaxpr(function)(*given).jaxpr)}
+        mixed = [jnp.concatenate([a[:1], b[1:]]) for a, b in zip(given, other, strict=True)]
+        np.testing.assert_array_equal(function(*mixed)[:1], function(*given)[:1], name)
+        np.testing.assert_array_equal(function(*mixed)[1:], function(*other)[1:], name)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from by_hand import masked_by_hand
 from hlo import Program
+from jaxprs import equations
 from loops import array
 from oracle import assert_close, compiled
 from thin import by_turns, slow
@@ -232,3 +233,44 @@ def test_rows_that_are_led_to_themselves_are_as_each_row_alone(body):
         assert_close(ys[:length, row : row + 1], y)
     got = compiled(jax.grad(total(lambda xs: masked(init, xs))), xs)
     assert_close(got, compiled(jax.grad(total(lambda xs: list(alone(init, xs)))), xs))
+
+
+def _ending(carry, x):
+    return jax.lax.while_loop(lambda a: jnp.any(jnp.abs(a) > 1), lambda a: a / 2, carry) + x
+
+
+def _printing(carry, x):
+    jax.debug.callback(lambda a: None, x)
+    return carry + x
+
+
+SHOWN = {
+    "plain": lambda carry, x: jnp.tanh(carry + x),
+    "a scan": lambda carry, x: jax.lax.scan(lambda a, _: (a / 2, None), carry, None, 3)[0] + x,
+    "a convolution": lambda carry, x: jax.lax.conv(carry[:, None], jnp.ones((1, 1, 3)), (1,), "SAME")[:, 0] + x,
+}
+OTHERS = {
+    "told": lambda carry, x, *, valid: carry + x * valid[:, None].astype(x.dtype),
+    "a while": _ending,
+    "a rule": lambda carry, x: _half_slope(carry) + x,
+    "an effect": _printing,
+    "a callback": lambda carry, x: carry + jax.pure_callback(np.sin, x, x),
+}
+
+
+@pytest.mark.parametrize("name", [*SHOWN, *OTHERS, "under jax_debug_nans"])
+def test_padded_rows_see_their_own_values_but_for_what_the_contract_excludes(name):
+    """The step selects twice, for the carry and y, or four times, for what the body sees too."""
+    body = {**SHOWN, **OTHERS}.get(name, SHOWN["plain"])
+
+    def step(carry, x, **told):
+        new = body(carry, x, **told)
+        return new, new
+
+    if name == "told":
+        pair, step = step, lambda carry, x, *, valid: pair(carry, x, valid=valid)
+    with jax.debug_nans(name == "under jax_debug_nans"):
+        run = lambda init, xs, lengths: treescan.mask_scan(step, init, xs, lengths=lengths, chunk=8)  # noqa: E731
+        jaxpr = jax.make_jaxpr(run)(array(4, 3, seed=1), array(32, 4, 3, seed=2), jnp.full(4, 30)).jaxpr
+    selected = [each.outvars[0].aval.shape == (4, 3) for each in equations(jaxpr, "select_n")]
+    assert (sum(selected) > 2) == (name not in SHOWN)

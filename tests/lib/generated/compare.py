@@ -71,6 +71,8 @@ def library(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
         if "vjp" in program.mode:
             _, pull, found["out"] = jax.vjp(outputs, floats, has_aux=True)
             found["grads"] = pull(cots)[0]
+            if program.seed % 3 == 0:  # where nothing is differentiated, padded rows may see their own values
+                found["forward"] = outputs(floats)[1]
         else:
             found["out"] = outputs(floats)[1]
         if "jvp" in program.mode:
@@ -149,7 +151,9 @@ def _check_set(
     own = [[None if c is None else c[i] if program.outer else c for c in all_cots] for i in range(len(elements))]
     per_element = [(each[: len(types[0])], each[len(types[0]) :]) for each in own]
     try:
-        _compare_values(program, plain, elements, runs, found["out"])
+        for way in ("out", "forward"):
+            if way in found:
+                _compare_values(program, plain, elements, runs, found[way])
     except Failure:
         if _rounding_decides(program, plain, elements, runs):
             raise Skipped from None

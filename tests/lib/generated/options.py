@@ -45,7 +45,7 @@ def draw_program(draw: Draw) -> Program:
     if verb in ("scan_layers", "fold_layers"):
         xs = xs or [_x_leaf(draw, 0, batch, sizes, dtype, verb)]
     keyed = verb in ("mask_scan", "scan", "while_scan") and chance(draw, 8)
-    valid = verb == "mask_scan" and chance(draw, 6)
+    valid = verb == "mask_scan" and chance(draw, 10)
     _fill_pool(g, carry, xs, weights, keyed, valid)
     _add_instructions(g, choice(draw, [4, 2, 3, 4, 5, 6, 7, 8, 9, 11]))
     nxt = tuple(_next(g, leaf) for leaf in carry)

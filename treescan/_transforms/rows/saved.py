@@ -357,7 +357,7 @@ def _push_all(
         return _Out(*stack_chunks(loop, size, zeros))
 
     def pull_steps(cotangents: _Out) -> _In:
-        """Runs the loop in reverse. The cotangents of the consts add up in its state, beside those of the state."""
+        """The transpose, a loop in reverse: cotangents of the consts add up in its state, beside those of the state."""
         c, s = len(given.consts), len(given.state)
         one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in given.xs]
         types = [*map(jax.typeof, (*given.consts, *given.state)), *one_x]
