@@ -39,19 +39,29 @@ STEP_WORDS = {
     "mask": "the mask",
     "rows_of_init": "its rows are not those of the mask. `init` needs one entry for each row of the batch "
     "(`packed.rows` of them for a `Packed`), and the lengths or the mask must be for the same rows.",
-    "rows_of_x": "pass the lengths or the mask of exactly these rows. If the data lead with the batch instead of "
-    "time, pass `time_axis=1`.",
+    "rows_of_x": "pass the lengths or the mask of exactly these rows.",
+    "batch_first": "pass `time_axis=1`",
     "all_rows": "",
     "of_axes": "",
 }
-RAGGED_WORDS = {**STEP_WORDS, "of_axes": ", an option of `treescan.mask_scan`,"}
+RAGGED_WORDS = {
+    **STEP_WORDS,
+    "of_axes": ", an option of `treescan.mask_scan`,",
+    "batch_first": "pass `in_axes=1`",
+}
+STREAM_WORDS = {
+    **RAGGED_WORDS,
+    "rows_of_x": "pass the lengths of exactly these rows. Or perhaps the batch leads, [B,T,...]: {batch_first}.",
+    "batch_first": "swap these axes of the source, `source.swapaxes(0, 1)`",
+}
+HELPER_WORDS = {**STEP_WORDS, "batch_first": "swap these axes of each leaf, `leaf.swapaxes(0, 1)`"}
 WHILE_WORDS = {
     **STEP_WORDS,
     "length": "max_length",
     "mask": "the condition",
     "rows_of_init": "the condition has other rows: let it return one bool for each row of `init`.",
-    "rows_of_x": "the carry and the condition have other rows. If the data lead with the batch instead of time, pass "
-    "`in_axes=1`.",
+    "rows_of_x": "the carry and the condition have other rows.",
+    "batch_first": "pass `in_axes=1`",
     "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`.",
 }
 LAYER_WORDS = {**STEP_WORDS, "step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
@@ -365,7 +375,9 @@ def named_options(function: _F) -> _F:
         except Exception as error:
             trace = error.__traceback__
             is_unfit = isinstance(error, TypeError) and trace is not None and trace.tb_next is None  # Python refused it
-            explained = explain(_unfit(known, name, len(args) - own, kwargs, error) if is_unfit else error, name)
+            explained = explain(
+                _unfit(known, name, len(args) - own, kwargs, error) if is_unfit else error, name, words=HELPER_WORDS
+            )
         raise explained
 
     call.__code__ = call.__code__.replace(co_name=function.__name__)

@@ -9,7 +9,7 @@ from error_cases import LENGTHS, ROWS, XS, case, exported, mesh_of, named, on_me
 from jax.sharding import PartitionSpec
 
 import treescan
-from treescan import mask_scan, scan
+from treescan import fold, mask_scan, scan
 
 
 def step(carry, x):
@@ -27,6 +27,7 @@ SEQUENCES = [words(3), words(2)]
 TWO, ROWS_OF_TWO = treescan.pack(SEQUENCES), treescan.pad(SEQUENCES)
 FEATURES = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
 TOO_LONG = jnp.array([3, 4])
+TURNED, TURNED_LENGTHS = ROWS.swapaxes(0, 1), jnp.array([3, 1])
 RESETS = jnp.zeros((3, 2), bool)
 
 
@@ -191,6 +192,18 @@ case()(
     lengths_scalar_out_of_range=lambda one: mask_scan(step, one, XS, lengths=-1),
     mask_wrong_length=lambda one: mask_scan(step, pair(one), ROWS, mask=jnp.ones((2, 3), bool)),
     mask_longer_than_xs=lambda one: mask_scan(step, pair(one), ROWS, mask=jnp.ones((5, 2), bool)),
+    # Data that lead with the batch, flags with a last axis of 1.
+    layout_of_mask=lambda one: mask_scan(step, pair(one), TURNED, mask=~RESETS.T),
+    layout_of_resets=lambda one: mask_scan(step, pair(one), TURNED, resets=RESETS.T, reset_to=0.0),
+    layout_of_lengths=lambda one: mask_scan(step, pair(one), TURNED, lengths=TURNED_LENGTHS),
+    layout_of_lengths_in_fold=lambda one: fold(lambda carry, x: carry, pair(one), TURNED, lengths=LENGTHS % 3),
+    layout_of_data_that_lead_with_time=lambda one: mask_scan(step, pair(one), ROWS, mask=~RESETS, time_axis=1),
+    layout_with_a_last_axis=lambda one: mask_scan(
+        step, pair(one), TURNED, mask=~RESETS.T[..., None], resets=RESETS.T[..., None], time_axis=1
+    ),
+    layout_with_a_last_axis_too=lambda one: mask_scan(step, pair(one), TURNED, mask=~RESETS.T[..., None]),
+    layout_with_a_last_axis_of_other_steps=lambda one: mask_scan(step, pair(one), ROWS, mask=~RESETS.T[..., None]),
+    layout_in_unpad=lambda one: treescan.unpad(jnp.ones((2, 3)), LENGTHS),
     batch_not_in_carry=lambda one: mask_scan(step, {"h": one * jnp.ones((2, 5)), "count": one}, ROWS, lengths=LENGTHS),
     batch_not_in_x=lambda one: mask_scan(step, pair(one), {"x": ROWS, "time": XS}, lengths=LENGTHS),
     batch_not_in_y=lambda one: masked(one, lambda carry, x: (carry, {"mean": x.mean(), "x": x})),

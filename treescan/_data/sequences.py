@@ -390,8 +390,10 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
         if (shape := shape_of(leaf)) is None or shape[: len(lead)] != lead
     ]
     if bad:
+        leads = all((shape_of(leaf) or ())[:1] == rows for _, leaf in named)
         raise Misuse(
             f"{{verb}}: {root} does not have the steps and the rows of the batch.",
+            *["Perhaps the batch leads, [B,T,...]: {batch_first}."] * leads,
             "The first axis of every leaf must be the steps, and the second the rows, as in the ys of "
             "`treescan.mask_scan`.",
             rows=some(bad),

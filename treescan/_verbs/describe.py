@@ -16,6 +16,7 @@ from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
 from .._describe.plans import of_types
 from .._errors import (
     LAYER_WORDS,
+    RAGGED_WORDS,
     STEP_WORDS,
     WHILE_WORDS,
     Misuse,
@@ -149,8 +150,8 @@ def _plan_of_layers(blocks: PreparedLayers, remat: Remat | None, given: Argument
 
 _VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {
     scan: (STEP_WORDS, 0),
-    fold: (STEP_WORDS, 0),
-    accumulate: (STEP_WORDS, 0),
+    fold: (RAGGED_WORDS, 0),
+    accumulate: (RAGGED_WORDS, 0),
     fori: (STEP_WORDS, 2),
     mask_scan: (STEP_WORDS, 0),
     while_scan: (WHILE_WORDS, 1),

@@ -12,7 +12,7 @@ import numpy as np
 from .._arguments import check_length, check_options, check_reverse
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import STREAM
-from .._errors import RAGGED_WORDS, expect, expect_int, explain, verb
+from .._errors import STREAM_WORDS, expect, expect_int, explain, verb
 from .._stream.run import Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
 from .._stream.sources import source_of
 from .._types import (
@@ -222,7 +222,7 @@ def stream(
                     with run.noted(part):
                         on_part(part)
     except Exception as error:
-        explained = explain(error, "stream", f, init, RAGGED_WORDS)
+        explained = explain(error, "stream", f, init, STREAM_WORDS)
     raise explained
 
 
@@ -295,7 +295,7 @@ def stream_parts(
         run = _run_of(f, init, source, chunk, options=of_scan, **options)
         return _explained(run, f, init)
     except Exception as error:
-        explained = explain(error, "stream_parts", f, init, RAGGED_WORDS)
+        explained = explain(error, "stream_parts", f, init, STREAM_WORDS)
     raise explained
 
 
@@ -307,7 +307,7 @@ def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None
     try:
         return (yield from run.parts())
     except Exception as error:
-        explained = explain(error, "stream_parts", f, init, RAGGED_WORDS)
+        explained = explain(error, "stream_parts", f, init, STREAM_WORDS)
     raise explained
 
 

@@ -42,7 +42,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int, offset: Any = None) 
             "`resets` alone means that every step is valid.",
         )
     checked = flags._replace(
-        lengths=None if lengths is None else _lengths_of_part(lengths, steps, offset),
+        lengths=None if lengths is None else _lengths_of_part(lengths, steps, offset, time_axis),
         mask=None if mask is None else _check_flags("mask", mask, time_axis, steps),
         resets=None if resets is None else _check_flags("resets", resets, time_axis, steps),
     )
@@ -53,9 +53,22 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int, offset: Any = None) 
         raise Misuse(
             f"{{call}}: `resets` {describe_argument(checked.resets)} and `{name}` {describe_argument(other)} have "
             "different rows.",
+            *_as_many(checked.lengths, steps, time_axis),
             "Both must have the same batch shape. `resets` also has the axis of the steps.",
         )
     return checked
+
+
+def leads(time_axis: int) -> str:
+    """The layout that the user may have meant, if it is the other one, and what to do then."""
+    steps = "the steps lead, [T,B,...]: leave `time_axis=1` out."
+    return steps if time_axis else "the batch leads, [B,T,...]: {batch_first}."
+
+
+def _as_many(lengths: Any, steps: Any, time_axis: int) -> list[str]:
+    """The advice if the size that was taken for that of the steps may be that of the batch."""
+    is_either = lengths is not None and np.shape(lengths) == (steps,)
+    return [f"There are as many lengths as steps. Perhaps {leads(time_axis)}"] * is_either
 
 
 def batch_of(flags: RowFlags, time_axis: int) -> tuple[int, ...]:
@@ -66,9 +79,9 @@ def batch_of(flags: RowFlags, time_axis: int) -> tuple[int, ...]:
     return (*shape[:time_axis], *shape[time_axis + 1 :])
 
 
-def _lengths_of_part(lengths: Any, steps: int, offset: Any) -> Array:
+def _lengths_of_part(lengths: Any, steps: int, offset: Any, time_axis: int) -> Array:
     """int[*batch]: how many steps of each row are in the part that begins at `offset`; None: it is the whole."""
-    lengths = jnp.asarray(check_lengths(lengths, steps, is_part=offset is not None))
+    lengths = jnp.asarray(check_lengths(lengths, steps, is_part=offset is not None, time_axis=time_axis))
     if offset is None:
         return _narrowed(lengths) if isinstance(lengths, Tracer) else lengths
     left = jnp.maximum(_narrowed(lengths).astype(jnp.int32) - offset, 0)
@@ -83,7 +96,7 @@ def _narrowed(lengths: Array) -> Array:
     return jax.lax.clamp(least, lengths, most).astype(jnp.int32)
 
 
-def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False) -> Any:
+def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False, time_axis: int = 0) -> Any:
     """Ints, between 0 and `steps` where both are known: no tracer, no symbolic size. In a part, they may be more."""
     given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
     dtype = dtype_of(lengths)
@@ -102,8 +115,8 @@ def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False) -> 
             raise Misuse(f"{{call}}: `lengths` must be at least 0, {wrong}", cure)
         raise Misuse(
             f"{{call}}: `lengths` must lie between 0 and the {steps} steps, {wrong}",
-            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. `time_axis` of `mask_scan` "
-            "says whether the steps (0) or the batch (1) lead.",
+            *_as_many(values, steps, time_axis),
+            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row.",
         )
     return lengths
 
@@ -132,9 +145,10 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
         wanted, leads, swapped = f"bool[{steps}, *batch]", "the batch leads", ""
         if time_axis == 1:
             wanted, leads = f"bool[B, {steps}]", "the steps lead"
-        if len(shape) == 2 and shape[1 - time_axis] == steps:
+        given = f"{name}[..., 0]" if len(shape) == 3 and shape[2] == 1 else name
+        if (len(shape) == 2 or given != name) and shape[1 - time_axis] == steps:
             swapped = (
-                f"If {leads} there, pass `{name}.T`, or `time_axis={1 - time_axis}` if xs have that layout too. "
+                f"If {leads} there, pass `{given}.T`, or `time_axis={1 - time_axis}` if xs have that layout too. "
                 "Otherwise "
             )
         raise Misuse(

@@ -7,9 +7,10 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
-from ..._errors import Misuse
+from ..._errors import Cure, Fault, Misuse
 from ..._loop.loop import Loop, is_untraced
 from ..._loop.run import checks_key_reuse, debugs_nans
 from ..._trace.equations import is_for_data_alone
@@ -27,6 +28,7 @@ from .axes import (
     spread_batch_axes,
     spread_carry_axes,
 )
+from .checks import leads
 from .leaves import lend_rows, mask_of_lengths, without_false_alarms
 
 
@@ -110,15 +112,17 @@ class OverRows(Transform):
 
     def _lay(self, loop: Loop, valid: Array, *, lends: bool) -> tuple[Loop, RowAxes]:
         """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
-        (carry, x), batch = loop.names, valid.shape[1:]
-        carry_axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
-        if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
-            carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
+        batch = valid.shape[1:]
+        try:
+            carry_axes, x_axes, whole_axes = self._axes(loop, batch, self.in_axes)
+        except Fault as fault:
+            if layouts := self._other_layouts(loop, batch):
+                fault.cures = (*map(Cure, layouts), fault.cures[-1])
+            raise
         if self.compact:
             from .compact import refuse_shared_keys
 
-            refuse_shared_keys(loop.state, carry_axes, carry)
-        x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)
+            refuse_shared_keys(loop.state, carry_axes, loop.names[0])
         varying = varying_axes(jax.typeof(valid))
         state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
         loop = loop.having(state=state, xs=loop.xs._replace(valid=valid))
@@ -130,6 +134,40 @@ class OverRows(Transform):
             loop = loop.having(consts=(whole, inner))
         others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+
+    def _axes(self, loop: Loop, batch: tuple[int, ...], in_axes: LeafAxes | None) -> tuple[LeafAxes, ...]:
+        """Where the rows of a batch are: in the carry, in what is sliced of x, and in what is given whole."""
+        (carry, x), axes = loop.names, (0,) * len(jax.tree.leaves(loop.state))
+        if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
+            axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
+        return axes, *rows_of_x(loop.xs.x, self.x_axes, in_axes, x, batch)
+
+    def _other_layouts(self, loop: Loop, batch: tuple[int, ...]) -> list[str]:
+        """Advice for a batch that is not everywhere: in which other layout it is.
+
+        A mask may have a last axis of 1, as it is multiplied with features. The batch may lead in the data.
+        """
+        flags, leaves, other, found = loop.rows, jax.tree.leaves(loop.xs.x), 1 - self.time_axis, list[str]()
+        has_last = len(batch) > 1 and batch[-1] == 1 and loop.going is None
+        may_turn = bool(leaves) and set(self.in_axes or (0,)) == {self.time_axis} and flags.spans is None
+        for cuts, turns in ((True, False), (False, True), (True, True)):
+            if found or cuts > has_last or turns > may_turn:
+                continue
+            rows, axes = batch[:-1] if cuts else batch, self.in_axes
+            if turns:
+                sizes, axes = {np.shape(leaf)[other : other + 1] for leaf in leaves}, (other,) * len(leaves)
+                if flags.lengths is None:
+                    sizes, rows = sizes | {rows[:1]}, (loop.length, *rows[1:])
+                if len(sizes) > 1 or () in sizes:
+                    continue
+            try:
+                self._axes(loop, rows, axes)
+            except Fault:
+                continue
+            names = [f"`{name}[..., 0]`" for name in ("lengths", "mask", "resets") if getattr(flags, name) is not None]
+            cut = f" with {' and '.join(names)}" if cuts else ""
+            found.append(f"All shapes fit{cut}{f' if {leads(self.time_axis)}' if turns else '.'}")
+        return found
 
 
 def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ...], *, told: bool) -> None:

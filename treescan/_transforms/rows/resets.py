@@ -35,8 +35,8 @@ from ..._avals import (
     varying_axes,
 )
 from ..._body.carry import agree
-from ..._errors import Misuse, Row, noted
 from ..._loop.feed import Slot
+from ..._errors import Fault, Misuse, Row, noted
 from ..._loop.loop import Feed, Loop, Step
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
@@ -464,7 +464,11 @@ def check_targets(
             "only starts from `init`.",
         )
     batch = batch_of(flags, time_axis)
-    check = functools.partial(_checked, adopted.init, spread_carry_axes(carry_axes, arrays, root, batch), root)
+    try:
+        axes = spread_carry_axes(carry_axes, arrays, root, batch)
+    except Fault:
+        return flags  # `OverRows` is the first transform, and refuses such a carry with more advice
+    check = functools.partial(_checked, adopted.init, axes, root)
     if flags.inits is not None:
         assert flags.spans is not None
         fits = functools.partial(_fits_table, np.shape(flags.spans[0])[0], batch)
