@@ -35,8 +35,8 @@ from ..._avals import (
     varying_axes,
 )
 from ..._body.carry import agree
-from ..._loop.feed import Slot
 from ..._errors import Fault, Misuse, Row, noted
+from ..._loop.feed import Slot
 from ..._loop.loop import Feed, Loop, Step
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
