@@ -1,6 +1,5 @@
-"""`describe`: bytes against XLA's own, planted faults, and that nothing is run."""
+"""`describe`: bytes, planted faults, and that nothing is run."""
 
-import functools
 import gc
 import re
 import sys
@@ -22,7 +21,6 @@ from thin import parametrize
 from widths import too_wide
 
 import treescan
-from benchmarks import masked, memory
 from treescan import Remat, describe
 from treescan._describe.findings import FINDINGS
 
@@ -42,43 +40,6 @@ def _no_plans_but_its_own(request, monkeypatch):
 
 
 # Bytes
-
-
-def traced(call, *given):
-    """The description of a call within a trace, as in a train step."""
-    found = []
-    jax.eval_shape(lambda *given: found.append(call(*given)), *given)
-    return found[0]
-
-
-def of_save():
-    def call(weights, carry):
-        cell = lambda c, _: (memory._step(weights, c), jnp.sin(c))  # noqa: E731
-        return describe(treescan.scan, cell, carry, None, memory.STEPS, save=memory.EVERY)
-
-    run, given = functools.partial(memory._scan, memory.STEPS, memory.EVERY), memory._inputs()
-    return traced(call, *given), jax.jit(memory._both(run)).lower(*given).compile()
-
-
-def of_masked():
-    options, lengths = masked.OPTIONS["compact"], masked._lengths(masked.LARGE)[masked.FULL]
-
-    def call(params, init, xs, lengths):
-        return describe(
-            treescan.mask_scan, functools.partial(masked.lstm, params), init, xs, lengths=lengths, **options
-        )
-
-    given = *masked._data(masked.LARGE), lengths
-    programs = masked._programs(functools.partial(masked._mask_scan, **options))
-    return traced(call, *given), programs[masked.GRADIENT]._for(given)
-
-
-@parametrize("call", {"save": of_save, "masked, compact": of_masked})
-def test_bytes_are_those_of_the_compiled_gradient(call):
-    """Those of other verbs are the ones of `plan_remat`, of which `test_plan_bytes.py` has many."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        found, compiled = call()
-    assert found.plan.bytes == pytest.approx(compiled.memory_analysis().temp_size_in_bytes, rel=0.05)
 
 
 def test_plans_save_less_and_evaluate_more():

@@ -140,11 +140,6 @@ def sections(of: Description) -> list[Section]:
         f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations if a function such as `tanh` counts "
         "as a hundred."
     )
-    if of.forward_bytes is not None and of.result_bytes is not None:
-        cost += (
-            f" The forward pass needs {describe_bytes(of.forward_bytes)}, not counting its arguments and "
-            f"{describe_bytes(of.result_bytes)} of results."
-        )
     return [
         Section("", ("", "", "", ""), list(_leaves(of))),
         *([Section(saved, ("", "", ""), list(_saved(of)))] if of.saved else []),
@@ -253,8 +248,6 @@ class Description:
             plan has `remat`, the `sizes` of its chunks, `bytes`, `evaluations` of each step, and, where there is no
             gradient, a `refusal`.
         plan: the first of them.
-        forward_bytes: what the loop needs beside its arguments and results; None where the call cannot run.
-        result_bytes: what its results take.
         operations: of one step, where a function such as `tanh` counts as a hundred.
         flops: of one step, where it counts as one.
         findings: what one would want to change: the `code` of each, what it `says`, and its `cure`.
@@ -273,8 +266,6 @@ class Description:
     saved: tuple[Saved, ...]
     tiers: tuple[int, ...]
     plans: tuple[Plan, ...]
-    forward_bytes: int | None
-    result_bytes: int | None
     operations: int
     flops: int
     findings: tuple[Finding, ...]

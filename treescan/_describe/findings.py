@@ -33,7 +33,6 @@ from .description import Description, Finding, Leaf, Plan
 from .plans import (
     Named,
     TracedBody,
-    forward_bytes,
     of_types,
     other_plans,
     plan_of,
@@ -376,7 +375,6 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
     call = case.calls[-1]
     plan, tiers = _plan_of(taken, remat, facts["findings"])
     known = plan.refusal != _UNKNOWN
-    needed, results = forward_bytes(taken.program, taken.given) if known else (None, None)
     return Description(
         verb=verb,
         body=describe_body([each.body.function for each in case.bodies]),
@@ -386,8 +384,6 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
         reverse=call.reverse,
         tiers=tiers,
         plans=(plan, *(other_plans(plan, retake) if known else ())),
-        forward_bytes=needed,
-        result_bytes=results,
         **facts,
     )
 

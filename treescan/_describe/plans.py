@@ -15,20 +15,24 @@ import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
 from .._avals import LeafAxes, bytes_of, describe_leaf
-from .._cpu.buffers import temporary_bytes
 from .._errors import TreescanError
 from .._loop.chunk import recomputes
 from .._loop.loop import Body, Loop
 from .._trace.blame import place_of
 from .._trace.equations import called, has_symbolic_zeros
 from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
+from .._transforms import budget
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.call import Arguments, Call
 from .._transforms.checkpoint import Checkpointed
 from .._transforms.nest import in_rounds, plan
+from .._transforms.outputs import KeepOutputs
 from .._transforms.program import Program, Taken
+from .._transforms.progress import ShowProgress
+from .._transforms.remat import Recompute
 from .._transforms.rows.over_rows import OverRows
+from .._transforms.rows.skip import Skip
 from .._transforms.until.early_exit import plan_chunks
 from .._transforms.until.end_early import EndEarly
 from .._tree import leaves_with_path, merge, split
@@ -247,11 +251,6 @@ OTHERS = (None, "auto", "step", "nested", Remat(levels=3))
 """The plans that are shown beside that of the call."""
 
 
-Shape = tuple[tuple[int, ...], tuple[int, ...], int]
-"""How a loop is cut: the steps of the nested chunks, innermost first; the numbers of rows that the body is made for,
-where these are several; and how often the gradient evaluates each step, the forward pass included."""
-
-
 def of_types(function: Callable[[Arguments], _T], given: Arguments) -> _T:
     """What a function finds that is traced for these arrays, which may be types alone."""
     found = list[_T]()
@@ -260,10 +259,32 @@ def of_types(function: Callable[[Arguments], _T], given: Arguments) -> _T:
 
 
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
-    """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
-    sizes, tiers, evaluations = of_types(functools.partial(_shape_of, taken.program), taken.given)
-    needed, refusal = gradient_bytes(taken.program, taken.given)
-    return Plan(remat, used, sizes, needed, evaluations, refusal), tiers
+    """What a call needs under its `remat`, as an estimate, and the numbers of rows that its body is made for."""
+    return of_types(functools.partial(_plan_of, taken.program, remat, used), taken.given)
+
+
+def _plan_of(program: Program, remat: Any, used: bool, given: Arguments) -> tuple[Plan, tuple[int, ...]]:
+    loop = whole = program.call.lay(given)
+    for transform in program.transforms:
+        whole = transform(whole)
+        if not isinstance(transform, _AROUND_STEPS):
+            loop = whole
+    sizes, cut = _cut_of(program, whole)
+    tiers = getattr(whole.rows, "tiers", ())
+    plan = Plan(remat, used, sizes, None, cut.evaluations)
+    hoisted = traced(loop).trace
+    if not any(map(is_smooth, (*hoisted.loop.state, *hoisted.y_avals))):
+        plan = dataclasses.replace(plan, refusal="nothing in it is floating-point")
+    else:
+        try:
+            plan = dataclasses.replace(plan, bytes=budget.plan_of(hoisted, whole.remat, cut).needed_bytes)
+        except budget.Uncounted as error:
+            plan = dataclasses.replace(plan, refusal=error.why)
+    return plan, tiers if len(tiers) > 1 else ()
+
+
+_AROUND_STEPS = (Recompute, Skip, KeepOutputs, ShowProgress)
+"""The transforms that leave a step as it is, and say what is made of many."""
 
 
 def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
@@ -287,12 +308,6 @@ def _spelled_out(remat: Any) -> Any:
     plans = {"step": Remat(levels=1), "nested": Remat(levels=2)}
     remat = plans.get(remat, remat) if isinstance(remat, str) else remat
     return dataclasses.replace(remat, levels=1) if remat == Remat() else remat
-
-
-def forward_bytes(program: Any, given: Any) -> tuple[int, int]:
-    """What a program needs beside its arguments and results, and what its results take."""
-    jaxpr = jax.make_jaxpr(program)(given).jaxpr
-    return temporary_bytes(jaxpr), sum(bytes_of(var.aval) for var in jaxpr.outvars)
 
 
 class Refused(Exception):
@@ -330,34 +345,19 @@ def reason_of(error: Exception) -> str:
     return says if isinstance(error, TreescanError) else f"JAX says, {says}"
 
 
-def gradient_bytes(program: Program, given: Arguments) -> tuple[int | None, str | None]:
-    """What the gradient needs beside its arguments and results, or why there is none."""
-    try:
-        function, *arrays = gradient_of(program, given)
-    except Refused as error:
-        return None, str(error)
-    try:
-        return temporary_bytes(jax.make_jaxpr(function)(*arrays).jaxpr), None
-    except Exception as error:  # it is refused, as in the call
-        return None, reason_of(error)
-
-
-def _shape_of(program: Program, given: Arguments) -> Shape:
-    loop = program.call.lay(given)
-    for transform in program.transforms:
-        loop = transform(loop)
+def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
+    """The steps of the nested chunks of a transformed loop, innermost first, and what its gradient makes of them."""
     if loop.going is not None:
         chunks = plan_chunks(loop)
         sizes = *chunks.inner, chunks.size
         # Each step may be evaluated a last time, from the carry before it.
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
-        evaluations = 2 + len(chunks.inner) + again
-    else:
-        loop, levels = plan(in_rounds(loop))
-        sizes = tuple(level.size for level in levels if level.size < loop.length)
-        evaluations = 1 + _recomputes_steps(loop.step) + sum(recomputes(level.around) for level in levels)
-    tiers = getattr(loop.rows, "tiers", ())
-    return sizes, tiers if len(tiers) > 1 else (), evaluations
+        return sizes, budget.Cut(sizes, again)
+    loop, levels = plan(in_rounds(loop))
+    levels = [level for level in levels if level.size < loop.length]
+    again = _recomputes_steps(loop.step)
+    recomputed = tuple(level.size for level in levels if recomputes(level.around))
+    return tuple(level.size for level in levels), budget.Cut(recomputed, again)
 
 
 def _recomputes_steps(step: Any) -> bool:

@@ -31,7 +31,15 @@ block again as early as possible, not as late as possible."""
 
 
 class Uncounted(Fault):
-    """The bytes that the gradient of a step needs cannot be counted."""
+    """The bytes that the gradient of a step needs cannot be counted.
+
+    Attributes:
+        why: the reason alone.
+    """
+
+    def __init__(self, why: str, *says: str) -> None:
+        super().__init__(ArgumentError, *says)
+        self.why = why
 
 
 class NoGradient(Uncounted):
@@ -77,9 +85,7 @@ def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
     # What all steps read: the arguments of the loop, what no step changes, and what the body closes over.
     read = itertools.chain(*((*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) for hoisted in loops))
     shared = {id(leaf): leaf for leaf in read if hasattr(leaf, "dtype")}
-    kept = sum(
-        bytes_of_step(each, checkpoint_step(each.loop.step, Remat(levels=1), looped=True, trace=each)) for each in loops
-    )
+    kept = sum(_kept_of_step(each, Remat(levels=1)) for each in loops)
     return Footprint(
         carry=max(carries),
         kept=kept,
@@ -108,7 +114,7 @@ def _bytes_of(value: Any) -> int:
     symbol = next((size for size in aval.shape if not isinstance(size, int)), None)
     if symbol is not None:
         raise Uncounted(
-            ArgumentError,
+            f"the size `{symbol}` of an array is symbolic",
             f"{{call}}: there is no plan, because it counts bytes, and the size `{symbol}` of an array is symbolic.",
             'Choose a plan yourself, for example `remat="nested"`, or export with known sizes.',
         )
@@ -159,7 +165,7 @@ def residuals_of_step(hoisted: Hoisted, step: Step, *, of_xs: bool = True) -> li
     except Exception as error:  # whatever JAX or a rule of the user says: the gradient would say it too
         says = " ".join(str(error).partition("\n\n")[0].split())
     raise NoGradient(
-        ArgumentError,
+        f"JAX says, {says}",
         "{call}: there is no plan, because JAX cannot differentiate a {unit} in reverse mode.",
         f"`remat` changes gradients in reverse mode alone. A loop without one needs no plan. JAX says: {says}",
     )
@@ -207,7 +213,7 @@ def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
     jaxpr = jax.make_jaxpr(without)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
     if has_symbolic_zeros(jaxpr):
         raise Uncounted(
-            ArgumentError,
+            "a `jax.custom_vjp` in it has symbolic zeros, and JAX runs such a rule only once",
             "{call}: there is no plan, because a loop or a branch in the body has a `jax.custom_vjp` with "
             "symbolic zeros. JAX runs such a rule once, so treescan cannot ask it what it saves.",
             'Choose a plan yourself, for example `remat="nested"`.',
@@ -339,8 +345,36 @@ def chosen(plan: Callable[[], RematPlan]) -> Remat | None:
     return remat if isinstance(remat, Remat) else None
 
 
-def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
-    """What a loop's gradient saves under a `Remat`."""
+class Cut(NamedTuple):
+    """How a gradient runs a loop.
+
+    Attributes:
+        sizes: the steps of the nested chunks that it recomputes, innermost first.
+        again: whether it recomputes each step too.
+    """
+
+    sizes: tuple[int, ...]
+    again: bool
+
+    @classmethod
+    def of(cls, length: int, remat: Remat | None) -> Cut:
+        """What a `Remat` asks for."""
+        return cls(remat_sizes(length, remat), remat is not None and remat.policy is not _EVERYTHING)
+
+    @property
+    def evaluations(self) -> int:
+        """How often the gradient evaluates each step, the forward pass included."""
+        return 1 + len(self.sizes) + self.again
+
+
+def plan_of(hoisted: Hoisted, remat: Any, cut: Cut | None = None) -> RematPlan:
+    """What a loop's gradient saves under a `Remat`, as an estimate from the trace of the gradient of its step.
+
+    Args:
+        hoisted: the loop.
+        remat: the plan; of loops that take turns it may be a tuple of their own.
+        cut: how the loop is run, where its verb has chunks of its own; None: as the plan says.
+    """
     refuse_symbolic(hoisted.loop.length, "remat")
     each = [one for one in hoisted.each if one.loop.length]
     length = min(one.loop.length for one in each)
@@ -348,21 +382,23 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     leading = (one for one in each if one.loop.length > length)
     once = length * sum(_sum(jax.tree.leaves(one_step(one.loop.xs))) for one in leading)
     step = dataclasses.replace(footprint_of(each), once=once)
+    if isinstance(remat, tuple):  # of which None saves all of its steps
+        return describe(None, length, step, sum(map(_kept_of_step, each, remat)), cut)
     if remat is not None and remat.budget is not None:
         unit = "period" if len(each) > 1 else "{unit}"
         return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step), unit)
     if remat is not None and len(each) == 1 and saves_whole_steps(hoisted, remat):
         in_chunk, whole = _in_chunk(hoisted, step)
-        return describe(remat, length, in_chunk, whole)
-    kept = [kept_by_policy(one, remat) for one in each]
-    return describe(remat, length, step, None if None in kept else sum(filter(None, kept)))
+        return describe(remat, length, in_chunk, whole, cut)
+    has_policy = remat is not None and callable(remat.policy) and remat.policy is not _EVERYTHING
+    return describe(remat, length, step, sum(_kept_of_step(one, remat) for one in each) if has_policy else None, cut)
 
 
-def kept_by_policy(hoisted: Hoisted, remat: Remat | None) -> int | None:
-    """What each step saves under the policy of a `Remat`; None: its carry alone, or all where all is saved."""
-    if remat is None or not callable(remat.policy) or remat.policy is _EVERYTHING:
-        return None
-    return bytes_of_step(hoisted, checkpoint_step(hoisted.loop.step, remat, looped=True, trace=hoisted))
+def _kept_of_step(hoisted: Hoisted, remat: Remat | None) -> int:
+    """What is saved of each step under a `Remat`, its carry included."""
+    step = hoisted.loop.step
+    kept = step if remat is None else checkpoint_step(step, remat, looped=True, trace=hoisted)
+    return bytes_of_step(hoisted, kept)
 
 
 def cheapest_within(
@@ -432,17 +468,18 @@ def _segments(length: int, levels: int) -> list[int]:
     return sorted({*within[:: max(1, len(within) // 64)], *(size for size in within if length % size == 0)})
 
 
-def describe(remat: Remat | None, length: int, step: Footprint, kept: int | None = None) -> RematPlan:
+def describe(
+    remat: Remat | None, length: int, step: Footprint, kept: int | None = None, cut: Cut | None = None
+) -> RematPlan:
     """A plan of which each step of an innermost chunk saves `kept` bytes; None: as much as the policy says."""
-    sizes = remat_sizes(length, remat)
-    everything = remat is None or remat.policy is _EVERYTHING
-    kept = (step.whole if everything else step.kept) if kept is None else kept
-    saved = _saved_bytes(length, sizes, step.carry, kept) + (0 if everything else step.working)
+    sizes, again = cut or Cut.of(length, remat)
+    kept = (step.kept if again else step.whole) if kept is None else kept
+    saved = _saved_bytes(length, sizes, step.carry, kept) + (step.working if again else 0)
     saved += length * step.decided if sizes else 0
     copied = _copied_bytes(length, sizes, step)
-    of_one = max(step.working, 2 * step.carry + step.leaf) if everything else 0
+    of_one = 0 if again else max(step.working, 2 * step.carry + step.leaf)
     needed = saved + copied + step.d_xs + step.weights + of_one
-    evaluations = 1 + len(sizes) + (0 if everything else 1)
+    evaluations = Cut(sizes, again).evaluations
     return RematPlan(remat, length, sizes, step.carry, step.whole, saved, copied, needed, evaluations)
 
 
