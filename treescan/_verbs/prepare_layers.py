@@ -49,7 +49,7 @@ from .prepare import Prepared, body_of, first_position, recording
 Remats = tuple[Remat | None, ...] | Remat | None
 
 if TYPE_CHECKING:
-    from .._transforms.progress import ShowProgress
+    pass
 
 
 class Stacks(NamedTuple):
@@ -437,7 +437,7 @@ def _transforms(
         None if in_place else MoveOutputs.of(axes, saves),
         recording(saves),
         KeepOutputs.of(saves),
-        _showing(prepared, progress),
+        prepared.showing(progress),
     )
 
 
@@ -447,21 +447,6 @@ def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree,
     each = list(said) if stacks.sequence and type(said) in (list, tuple) else [said] * count  # a NamedTuple is a y
     each = [StateAndY(of_states, own) if caches else own for own in each]
     return tuple(each) if (count, len(each)) != (1, 1) else each[0]
-
-
-def _showing(prepared: Prepared, progress: ProgressLike) -> ShowProgress | None:
-    """How a verb over layers shows its progress, named as its first block is; None: it does not.
-
-    Raises:
-        Fault: for an `ArgumentError` if several blocks are to have a bar backwards.
-    """
-    shown, blocks = prepared.showing(progress), len(prepared.call.each)
-    if shown is not None and shown.progress.backward and blocks > 1:
-        raise Misuse(
-            f"{{call}}: `backward=True` of a `Progress` is for one block, and these are {blocks} that take turns.",
-            "Leave it out.",
-        )
-    return shown
 
 
 def _arguments(
