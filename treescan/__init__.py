@@ -42,7 +42,6 @@ if TYPE_CHECKING:
         NonFiniteError as NonFiniteError,
         PluginError as PluginError,
         PluginWarning as PluginWarning,
-        RetraceWarning as RetraceWarning,
         SignatureError as SignatureError,
         TracedArgumentError as TracedArgumentError,
         TreescanError as TreescanError,
@@ -82,7 +81,7 @@ else:
             "_describe.description": "Description",
             "_describe.measured": "Measurements",
             "_errors": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError "
-            "PluginError PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
+            "PluginError PluginWarning SignatureError TracedArgumentError TreescanError",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_stream.run": "Part",
             "_trace.hoist": "rewriting",

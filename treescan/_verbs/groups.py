@@ -273,7 +273,6 @@ def _prepare(
         in_axes=axes,
         name=roles.name,
         lowering=roles.lowering,
-        noted=False,
     )
     broadcast = freeze_static(groups.broadcast, scalars=True)
     call = dataclasses.replace(prepared.call, frozen=prepared.call.frozen or holds_static((given, broadcast)))

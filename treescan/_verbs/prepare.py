@@ -25,7 +25,7 @@ from .._body.call import check_callable, names_of, takes_keyword
 from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
 from .._errors import Misuse, describe_body, verb
-from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
+from .._loop.loop import Body, Result, Transform
 from .._transforms.axes import OverAxes, static_axes
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
@@ -252,7 +252,6 @@ def prepare(
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
-    noted: bool = True,
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
 
@@ -271,7 +270,6 @@ def prepare(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
-        noted: whether a body that is traced for many types is warned of.
 
     Raises:
         Fault: as `treescan.scan`.
@@ -297,10 +295,6 @@ def prepare(
         lowering=lowering,
         **check_run(steps, reverse, unroll, name),
     )
-    if noted and warns_of_traces() and not under_a_trace():
-        from .._loop.retraces import note_types
-
-        note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive)
 

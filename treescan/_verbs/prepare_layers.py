@@ -38,7 +38,7 @@ from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
-from .._loop.loop import Body, Result, Transform, under_a_trace, warns_of_traces
+from .._loop.loop import Body, Result, Transform
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
@@ -388,11 +388,6 @@ def prepare_layers(
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
-    if warns_of_traces() and not under_a_trace():
-        from .._loop.retraces import note_types
-
-        given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
-        note_types(handles[0][1], bodies[0].memo, convention.verb, given)
     prepared = Prepared(
         replace(first, others=tuple(rest)),
         Arguments(frozen_x, own if rest else own[0], key, frozen_args, offset=position),
