@@ -20,7 +20,7 @@ from modules import PACKAGE, modules, own_imports
 sys.path.pop(0)
 
 VERBS = ("_verbs.scan", "_verbs.mask_scan", "_verbs.layers")
-SURROUNDINGS = ("_body.modules", "_loop.retraces", "_trace.raw_keys")
+SURROUNDINGS = ("_body.modules", "_trace.raw_keys")
 """What functions of the core import not for an option, but where flax is imported, or for a flag of JAX or treescan."""
 
 

@@ -285,9 +285,9 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Padding and packing",
-            "`pad` and `pack` take a list. `last` and `first` need the direction of the scan.",
+            "`pad` and `pack` take a list. `last` needs the direction of the scan.",
             ("pad_array", "last_without_direction"),
-            ("pad_*", "pack_*", "unpad_*", "unpack_*", "repad_*", "last_*", "first_*"),
+            ("pad_*", "pack_*", "unpad_*", "unpack_*", "repad_*", "last_*"),
         ),
         Topic(
             "Layers and checkpoints",

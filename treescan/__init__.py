@@ -8,9 +8,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import carries as carries
-    from ._data.batch import Packed as Packed, PackIndex as PackIndex, Padded as Padded
+    from ._data.batch import Packed as Packed, Padded as Padded
     from ._data.batches import (
-        first as first,
         last as last,
         length_mask as length_mask,
         pack as pack,
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
         NonFiniteError as NonFiniteError,
         PluginError as PluginError,
         PluginWarning as PluginWarning,
-        RetraceWarning as RetraceWarning,
         SignatureError as SignatureError,
         TracedArgumentError as TracedArgumentError,
         TreescanError as TreescanError,
@@ -62,7 +60,7 @@ if TYPE_CHECKING:
     from ._verbs.chunk_map import chunk_map as chunk_map
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
-    from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
+    from ._verbs.groups import In as In, Out as Out
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
     from ._verbs.lift import lift as lift
     from ._verbs.mask_scan import mask_scan as mask_scan
@@ -75,14 +73,14 @@ else:
         __name__,
         {
             ".": "carries",
-            "_data.batch": "Packed PackIndex Padded",
-            "_data.batches": "first last length_mask pack pad repad unpack unpad",
+            "_data.batch": "Packed Padded",
+            "_data.batches": "last length_mask pack pad repad unpack unpad",
             "_data.stack": "init_layers layer_at set_layer stack unstack",
             "_data.state_dict": "layers_from_state_dict layers_to_state_dict",
             "_describe.description": "Description",
             "_describe.measured": "Measurements",
             "_errors": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError "
-            "PluginError PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
+            "PluginError PluginWarning SignatureError TracedArgumentError TreescanError",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_stream.run": "Part",
             "_trace.hoist": "rewriting",
@@ -93,7 +91,7 @@ else:
             "_verbs.chunk_map": "chunk_map",
             "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
-            "_verbs.groups": "DenyList In Out",
+            "_verbs.groups": "In Out",
             "_verbs.layers": "fold_layers scan_layers",
             "_verbs.lift": "lift",
             "_verbs.mask_scan": "mask_scan",

@@ -133,13 +133,6 @@ class PluginWarning(UserWarning):
     """A distribution declares custom carries for treescan that could not be loaded. Scans continue without them."""
 
 
-class RetraceWarning(UserWarning):
-    """A body is traced again: each call passes a new function object, or the types of its arguments differ.
-
-    Only given when the environment variable `TREESCAN_WARN_RETRACE` is `1`.
-    """
-
-
 PUBLIC = tuple(
     kind
     for kind in list(globals().values())
@@ -449,22 +442,16 @@ def is_jax_frame(frame: types.FrameType) -> bool:
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warns at the line of the user's that called the verb. A category of treescan's own is explained elsewhere."""
     more = "" if category is UserWarning else f"\n{more_about(category)}"
-    warnings.warn(f"{wrap(message)}{more}", category, stacklevel=_user_frame()[0] - 1)
+    warnings.warn(f"{wrap(message)}{more}", category, stacklevel=_level_of_user() - 1)
 
 
-def place_of_user() -> str:
-    """The line of the user's that called the verb: `train.py:42`."""
-    frame = _user_frame()[1]
-    return "an unknown line" if frame is None else f"{shorten(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _user_frame() -> tuple[int, types.FrameType | None]:
-    """The innermost frame that is neither the package's nor a library's, and how far up it is, counted from 1."""
+def _level_of_user() -> int:
+    """How far up the innermost frame is that is neither the package's nor a library's, counted from 1."""
     level, frame = 1, inspect.currentframe()
     libraries = ("jax", "contextlib")
     while frame and (is_package_frame(frame) or frame.f_globals.get("__name__", "").split(".")[0] in libraries):
         level, frame = level + 1, frame.f_back
-    return level, frame
+    return level
 
 
 def is_from_jax(function: Any) -> bool:

@@ -1,9 +1,9 @@
 """`Progress`, the meters that show it, and the reports of running loops that they receive.
 
 Each run of a loop has a number, which a callback returns before the first step. With it the loop reports how far it has
-come. Callbacks under `custom_vmap` are called once for all elements of a `jax.vmap`, which share a run or have one
-each. If `jax.checkpoint` computes a loop again, JAX leaves out equations that have effects and no rule for it, so such
-a callback is not repeated.
+come. Callbacks under `custom_vmap` are called once for all elements of a `jax.vmap`, which share a run. If
+`jax.checkpoint` computes a loop again, JAX leaves out equations that have effects and no rule for it, so such a
+callback is not repeated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import importlib.util
 import itertools
-import shutil
 import sys
 import threading
 import time
@@ -87,12 +86,9 @@ class Progress:
         show: values to print next to the bar: a function of the carry, as the body sees it, that returns a dict
             of scalars. It is traced, and computed once for each update.
         updates: how many updates a run has. The loop is cut into at most this many chunks, and no step has a branch.
-            None: at most 100, and no more than five a second, so that a bar costs next to nothing. With `backward`
-            or `batched`, and for blocks that take turns, None is 20; for a loop that ends early it is 100.
+            None: at most 100, and no more than five a second, so that a bar costs next to nothing. For blocks that
+            take turns, None is 20; for a loop that ends early it is 100.
         meter: the meter; None: `Tqdm()` if tqdm is installed, otherwise `Text()`.
-        backward: whether the gradient has a bar too, with a label that says so. JAX then differentiates the loop
-            only in reverse mode. Loops that end early cannot have one.
-        batched: whether each element of a `jax.vmap` has its own bar, with its place in the label.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -110,8 +106,6 @@ class Progress:
     show: Callable[[Any], Mapping[str, Any]] | None = None
     updates: int | None = None
     meter: AbstractProgressMeter | None = None
-    backward: bool = False
-    batched: bool = False
 
 
 MOST, FEW = 100, 20
@@ -134,10 +128,10 @@ class Tqdm(AbstractProgressMeter):
     """
 
     def init(self, label: str, total: int | None) -> Any:
-        """A new bar; that of a loop within another goes when it is done, and those of the elements of a vmap stay."""
+        """A new bar; that of a loop within another goes when it is done."""
         auto: Any = importlib.import_module("tqdm.auto")
         bar = auto.tqdm(total=total, desc=label, leave=None, dynamic_ncols=True)
-        bar.leave = bar.pos == 0 or label.endswith("]")  # a widget makes nothing of None: it would go
+        bar.leave = bar.pos == 0  # a widget makes nothing of None: it would go
         return bar
 
     def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
@@ -156,34 +150,15 @@ class Tqdm(AbstractProgressMeter):
 
 @dataclass
 class _Line:
-    """The line of one run."""
-
     label: str
     total: int | None
-    began: float = field(default_factory=time.monotonic)
-    done: int = 0
-    shown: Mapping[str, float] = field(default_factory=dict[str, float])
     tenths: int = -1
-
-    def __str__(self) -> str:
-        took = time.monotonic() - self.began
-        rate = f"{self.done / took:.4g} steps/s" if self.done and took > 0 else ""
-        part = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
-        percent = f"{100 * self.done // self.total}%" if self.total else ""
-        values = " ".join(f"{name}={value:.4g}" for name, value in self.shown.items())
-        return f"{self.label}: " + ", ".join(filter(None, [percent, part, rate, values]))
-
-
-_lines: list[_Line] = []  # those that a terminal shows, side by side, outermost first
-_lock = threading.RLock()
 
 
 @named_fields
 @dataclass(frozen=True)
 class Text(AbstractProgressMeter):
-    """Text on the standard error stream: in a terminal one line that is updated, otherwise a line for each tenth.
-
-    It is the default if tqdm is not installed.
+    """Lines of text on the standard error stream, one for each tenth of a run. It is the default without tqdm.
 
     Examples:
         >>> import treescan
@@ -191,44 +166,24 @@ class Text(AbstractProgressMeter):
     """
 
     def init(self, label: str, total: int | None) -> Any:
-        """A new line, beside those of the loops around."""
+        """Writes the first line."""
         line = _Line(label, total)
-        with _lock:
-            if sys.stderr.isatty():
-                _lines.append(line)
         self.step(line, 0, {})
         return line
 
     def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
-        """Writes the line."""
+        """Writes a line, if a tenth more is done; if there is no total, in each step."""
         line: _Line = bar
-        line.done, line.shown = done, shown
-        with _lock:
-            if line in _lines:
-                _rewrite()
-                return
-            tenths = 10 * done // line.total if line.total else done
-            if tenths > line.tenths:
-                line.tenths = tenths
-                sys.stderr.write(f"{line}\n")
-                sys.stderr.flush()
+        tenths = 10 * done // line.total if line.total else done
+        if tenths > line.tenths:
+            line.tenths = tenths
+            of_total = f"{100 * done // line.total}%, {done}/{line.total}" if line.total else f"{done}"
+            values = "".join(f", {name}={value:.4g}" for name, value in shown.items())
+            sys.stderr.write(f"{line.label}: {of_total}{values}\n")
+            sys.stderr.flush()
 
     def close(self, bar: Any) -> None:
-        """Ends the line, where no other is beside it."""
-        with _lock:
-            if bar in _lines:
-                if len(_lines) == 1:
-                    sys.stderr.write("\n")
-                _lines.remove(bar)
-                if _lines:
-                    _rewrite()
-                sys.stderr.flush()
-
-
-def _rewrite() -> None:
-    room = shutil.get_terminal_size().columns - 1  # what is wider would be broken into lines that stay
-    sys.stderr.write("\r\x1b[K" + " | ".join(map(str, _lines))[:room])
-    sys.stderr.flush()
+        """Nothing is left to do."""
 
 
 @dataclass(frozen=True)
@@ -332,9 +287,6 @@ NOBODY = -1
 PATIENCE = 1.0
 """The seconds for which a run is silent before it may be taken for one that was abandoned."""
 
-BACKWARD = 2**30
-"""What is added to the number of a run for that of its backward pass."""
-
 
 @dataclass(frozen=True, eq=False)
 class Site:
@@ -354,7 +306,6 @@ class Site:
 @dataclass
 class _Run:
     site: Site
-    label: str
     total: int | None
     number: int
     done: int = 0
@@ -387,21 +338,20 @@ class Runs:
         self._first_due = weakref.WeakKeyDictionary[Site, int]()
         self._lock = threading.RLock()
 
-    def begin(self, site: Site, total: int | None, element: str = "") -> int:
-        """A new run, shown from now on. `element` tells which of several it is that run at once."""
+    def begin(self, site: Site, total: int | None) -> int:
+        """A new run, shown from now on."""
         with self._lock:
-            number = next(self._numbers) % BACKWARD
-            self._show(_Run(site, site.label + element, total, number))
+            number = next(self._numbers) % NEVER
+            self._show(_Run(site, total, number))
             return number
 
-    def step(self, site: Site, number: int, report: Report, shown: Mapping[str, float], *, element: str = "") -> None:
+    def step(self, site: Site, number: int, report: Report, shown: Mapping[str, float]) -> None:
         """So many steps of a run are done; after the last report it has ended."""
         with self._lock:
             run = self._open.get(number)
-            begins = run is None if number >= BACKWARD else report.first and (run is None or run.reported)
-            if begins:  # a backward pass; or the compiler made one number of those of two runs
+            if report.first and (run is None or run.reported):  # the compiler made one number of those of two runs
                 self._close(run)
-                run = _Run(site, site.label + element, report.total, number)
+                run = _Run(site, report.total, number)
                 self._show(run)
             if run is None:
                 return
@@ -450,7 +400,7 @@ class Runs:
         self._open[run.number] = run
 
         def init() -> None:
-            run.bar = run.site.meter.init(run.label, run.total)
+            run.bar = run.site.meter.init(run.site.label, run.total)
             run.is_open = True
 
         self._tell(run, init)
@@ -473,7 +423,9 @@ class Runs:
                 with contextlib.suppress(Exception):  # the meter that failed may fail here too
                     run.site.meter.close(run.bar)
             name = type(run.site.meter).__name__
-            text = f"the progress of `{run.label}` is shown no further, because the meter `{name}` failed: {error!r}"
+            text = (
+                f"the progress of `{run.site.label}` is shown no further, because the meter `{name}` failed: {error!r}"
+            )
             warnings.warn(text, RuntimeWarning, stacklevel=1)
 
 
@@ -503,51 +455,32 @@ class Tick(NamedTuple):
         """int32[5, ...]: all of it."""
         return jnp.stack([part.astype(jnp.int32) for part in self])
 
-    def backward(self, done: Array, last: Array) -> Tick:
-        """The tick of the backward pass, which begins with its first report."""
-        run = jnp.where(self.run == NOBODY, self.run, self.run + BACKWARD)
-        return Tick(run, self.total, done, jnp.zeros_like(last), last)
-
 
 @dataclass(frozen=True)
 class Reporter:
-    """The callbacks of a loop.
-
-    Attributes:
-        site: the loop.
-        batched: whether each element of a `jax.vmap` has a run of its own.
-    """
+    """The callbacks of a loop."""
 
     site: Site
-    batched: bool = False
 
-    def begin(self, total: Array, probes: Sequence[Array], *, kept: bool = False, paced: bool = False) -> Array:
+    def begin(self, total: Array, probes: Sequence[Array], *, paced: bool = False) -> Array:
         """int32[]: the number of a new run. If it is paced, int32[2]: also the `due` of its first report.
 
         Args:
             total: int32[], the number of steps; -1: not known.
             probes: what has to be known before.
-            kept: whether the gradient reads the number. It has to be that of the forward pass: so the equation has an
-                effect, and is not computed again.
-            paced: whether a report is only made when it is due. All elements of a vmap share such a run.
+            paced: whether a report is only made when it is due.
         """
 
         def told(numbers: Any) -> Any:
-            rows = np.asarray(numbers)
-            runs = np.full(rows.shape[:-1], NOBODY, np.int32)
-            for place, element in _elements(runs.shape):
-                total, device = rows[place].tolist()
-                runs[place] = NOBODY if device else RUNS.begin(self.site, _known(total), element)
+            total, device = np.asarray(numbers).tolist()
+            run = NOBODY if device else RUNS.begin(self.site, _known(total))
             if not paced:
-                return runs
-            return np.array([runs, NEVER if runs == NOBODY else -RUNS.first_due(self.site)], np.int32)
+                return np.int32(run)
+            return np.array([run, NEVER if device else -RUNS.first_due(self.site)], np.int32)
 
         def call(numbers: Array, *probes: Array) -> Array:
-            types = jax.ShapeDtypeStruct((2,) if paced else numbers.shape[:-1], jnp.int32)
-            runs = jax.pure_callback(told, types, _after(numbers, probes))
-            if kept:
-                jax.debug.callback(lambda runs: None, runs)
-            return runs
+            types = jax.ShapeDtypeStruct((2,) if paced else (), jnp.int32)
+            return jax.pure_callback(told, types, _after(numbers, probes))
 
         return self._once(call, has_result=True)(jnp.stack([total, _device()]), *probes)
 
@@ -555,8 +488,9 @@ class Reporter:
         """Reports how far a run has come, once the probes are known."""
 
         def told(words: Any, *wide: Any) -> None:
-            for element, heard in self._heard(kinds, words, wide):
-                RUNS.step(self.site, *heard, element=element)
+            heard = self._heard(kinds, words, wide)
+            if heard is not None:
+                RUNS.step(self.site, *heard)
 
         kinds = [np.dtype(value.dtype) for value in shown]
         call = self._once(lambda numbers, *others: jax.debug.callback(told, *self._words(numbers, others)))
@@ -575,8 +509,8 @@ class Reporter:
         """
 
         def told(words: Any, *wide: Any) -> Any:
-            due = [RUNS.step_and_pace(self.site, *heard) for _, heard in self._heard(kinds, words, wide)]
-            return np.int32(due[0] if due else NEVER)
+            heard = self._heard(kinds, words, wide)
+            return np.int32(NEVER if heard is None else RUNS.step_and_pace(self.site, *heard))
 
         def call(numbers: Array, *others: Array) -> Array:
             return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *self._words(numbers, others))
@@ -594,31 +528,27 @@ class Reporter:
         words, wide = packed(_after(numbers, others[count:]), others[:count])
         return [words, *wide]
 
-    def _heard(self, kinds: Sequence[Any], given: Any, wide: Sequence[Any]) -> Iterator[tuple[str, _Heard]]:
-        """The arguments of `Runs.step` for each element of a vmap; `kinds` are those of the values that are shown."""
+    def _heard(self, kinds: Sequence[Any], given: Any, wide: Sequence[Any]) -> _Heard | None:
+        """The arguments of `Runs.step`; `kinds` are those of the values that are shown. None: it is not shown."""
         words, count = np.asarray(given), len(Tick._fields)
-        values = list(unpacked(words[..., count:], [np.asarray(value) for value in wide], kinds))
-        for place, element in _elements(words.shape[:-1]):
-            run, total, done, first, last = words[place][:count].tolist()
-            if run != NOBODY:
-                named = {name: value[place].item() for name, value in zip(self.site.shown, values, strict=True)}
-                yield element, (run, Report(_known(total), done, bool(first), bool(last)), named)
+        run, total, done, first, last = words[:count].tolist()
+        if run == NOBODY:
+            return None
+        values = unpacked(words[count:], [np.asarray(value) for value in wide], kinds)
+        named = {name: value.item() for name, value in zip(self.site.shown, values, strict=True)}
+        return run, Report(_known(total), done, bool(first), bool(last)), named
 
     def end(self, run: Array) -> None:
         """Reports the end of a run."""
 
-        def told(runs: Any) -> None:
-            for run in np.ravel(np.asarray(runs)).tolist():
-                if run != NOBODY:
-                    RUNS.end(run)
+        def told(run: Any) -> None:
+            if int(run) != NOBODY:
+                RUNS.end(int(run))
 
         self._once(lambda run: jax.debug.callback(told, run))(run)
 
     def _once(self, call: Callable[..., Any], *, has_result: bool = False) -> Callable[..., Any]:
-        """A function that is called once for all elements of a vmap.
-
-        With `batched`, it is given the values of all elements, in leading axes, where the first argument is mapped or
-        there is a result; else it is given those of the first element.
+        """A function that is called once for all elements of a vmap, with the values of the first one.
 
         Args:
             call: the function.
@@ -632,17 +562,12 @@ class Reporter:
             return jax.lax.optimization_barrier(result) if has_result else ()
 
         def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
-            whole = self.batched and (has_result or in_batched[0])
-
             def given(arg: Array, is_batched: bool) -> Array:
-                arg = unspread(arg) if is_batched else arg
-                if whole:
-                    return arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
                 if not is_batched:
                     return arg
-                return arg[0] if size else jnp.zeros_like(arg, shape=arg.shape[1:])
+                return unspread(arg)[0] if size else jnp.zeros_like(arg, shape=arg.shape[1:])
 
-            return once(*map(given, args, in_batched)), whole if has_result else ()
+            return once(*map(given, args, in_batched)), False if has_result else ()
 
         once.def_vmap(rule)
 
@@ -653,12 +578,6 @@ class Reporter:
         return compiled if has_result else once
 
 
-def _elements(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Where each element of a vmap is, and what is added to the label of its bar."""
-    for place in np.ndindex(shape):
-        yield place, f" {list(place)}" if place else ""
-
-
 def _known(total: int) -> int | None:
     return None if total < 0 else total
 
@@ -667,8 +586,7 @@ def _after(numbers: Array, probes: Sequence[Array]) -> Array:
     """The numbers, once the probes are known. Each argument of a callback takes time: what waits is one of them."""
     for probe in probes:
         real = jnp.real(probe).astype(jnp.float32)
-        unlikely = (jnp.isnan(real) & jnp.isinf(real)).astype(numbers.dtype)
-        numbers = numbers + unlikely.reshape(*unlikely.shape, *(1,) * (numbers.ndim - unlikely.ndim))
+        numbers = numbers + (jnp.isnan(real) & jnp.isinf(real)).astype(numbers.dtype)
     return numbers
 
 

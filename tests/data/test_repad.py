@@ -104,7 +104,7 @@ def test_rows_over_an_explicit_mesh():
     place = lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P(None, "i")))  # noqa: E731
     spread = packed._replace(data=place(packed.data), mask=place(packed.mask), resets=place(packed.resets))
     runs = [lambda packed: treescan.repad(packed, packed.data, length=3).data]
-    runs += [lambda packed, of=of: of(packed, packed.data, reverse=False) for of in (treescan.first, treescan.last)]
+    runs += [lambda packed: treescan.last(packed, packed.data, reverse=False)]
     wanted = [jax.device_get(run(packed)) for run in runs]
     for is_set in (False, True):
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():

@@ -254,7 +254,7 @@ def test_the_wheel_explains_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "carry cannot grow" in explained
 
 
-@pytest.mark.parametrize(("name", "told"), [("CaryError", "did you mean CarryError?"), ("foo", "RetraceWarning")])
+@pytest.mark.parametrize(("name", "told"), [("CaryError", "did you mean CarryError?"), ("foo", "PluginWarning")])
 def test_a_name_that_is_none_is_told_another(name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["explain", name])

@@ -306,7 +306,5 @@ case()(
     repad_value_no_prefix=lambda one: treescan.repad(PACKED, PACKED.data, value={"token": 0}),
     last_swapped=lambda one: treescan.last(PACKED.data, PACKED, reverse=False),
     last_without_direction=lambda one: treescan.last(PACKED, PACKED.data),
-    first_without_direction=lambda one: treescan.first(PACKED, PACKED.data),
-    first_of_data=lambda one: treescan.first(PACKED.data, PACKED.data, reverse=False),
     last_of_direction_as_text=lambda one: treescan.last(PACKED, PACKED.data, reverse="yes"),
 )

@@ -126,7 +126,7 @@ case()(
     stack_axis=lambda one: treescan.stack(layers_of(one), axis=1),
     stack_by_position=lambda one: treescan.stack(*layers_of(one)),
     chunk_map_by_position=lambda one: treescan.chunk_map(add, one * XS, XS, 2),
-    first_by_position=lambda one: treescan.first(treescan.pad(sequences()), ROWS, False),
+    last_by_position=lambda one: treescan.last(treescan.pad(sequences()), ROWS, False),
     unpack_without_ys=lambda one: treescan.unpack(treescan.pack(sequences())),
     set_layer_twice=lambda one: treescan.set_layer({"b": one * XS}, 0, {"b": one}, i=1),
     init_layers_with_an_option_of_init=lambda one: treescan.init_layers(lambda key, width: one, KEY, 3, width=8),

@@ -26,7 +26,6 @@ from treescan import (
     plan_remat,
     progress,
     scan,
-    scan_layers,
     while_scan,
 )
 
@@ -100,12 +99,6 @@ def check_finite_report_of_a_batch(one):
     jax.vmap(run)(jnp.array([3.0, 1.0, 5.0]) * one).check()
 
 
-@case()
-def progress_backward_of_a_pattern(one):
-    blocks, layers = [lambda layer, x: (x + layer, x)] * 2, [jnp.ones(3) * one] * 2
-    return scan_layers(blocks, one, layers, progress=Progress(meter=Text(), backward=True))
-
-
 case(less=("disable_jit",))(
     check_finite_report_that_is_traced=lambda one: jax.jit(
         lambda h: fold(lambda c, x: c + x, h, XS, check_finite="return")[1].check()
@@ -117,7 +110,6 @@ case()(
     progress_number=lambda one: scan(step, one, XS, progress=100),
     progress_label_of_a_number=lambda one: scan(step, one, XS, progress=Progress(3)),
     progress_show_of_a_text=lambda one: scan(step, one, XS, progress=Progress(show="loss")),
-    progress_backward_of_a_text=lambda one: scan(step, one, XS, progress=Progress(backward="yes")),
     progress_meter_by_name=lambda one: scan(step, one, XS, progress=Progress(meter="tqdm")),
     progress_meter_class=lambda one: scan(step, one, XS, progress=Progress(meter=Text)),
     progress_meter_without_hash=lambda one: scan(step, one, XS, progress=Progress(meter=Unhashable())),
@@ -130,13 +122,8 @@ case()(
     ),
     progress_show_of_a_name=lambda one: progressing(one, ending, show=lambda carry: {"phase": "warm up"}),
     progress_updates_zero=lambda one: scan(step, one, XS, progress=Progress(updates=0)),
-    progress_backward_of_while_scan=lambda one: progressing(one, ending, backward=True),
     progress_context_with_show=lambda one: progress(Progress(show=lambda carry: {"h": carry})),
     progress_context_of_a_number=lambda one: progress(100),
-)
-
-case(less=("disable_jit", "jit", "vmap", "grad"))(
-    progress_backward_in_forward_mode=lambda one: jax.jvp(lambda h: progressing(h, backward=True)[0], (1.0,), (1.0,))
 )
 
 case(context=without_tqdm)(
@@ -188,7 +175,7 @@ case()(
     measure_of_traced_constants=lambda one: jax.eval_shape(
         lambda w: measure_remat(scan, lambda c, x: (c * w, x), 1.0, XS, progress=False), 2.0
     ),
-    measure_with_details=lambda one: measure_remat(scan, step, 1.0, XS, progress=Progress(updates=3, backward=True)),
+    measure_with_details=lambda one: measure_remat(scan, step, 1.0, XS, progress=Progress(updates=3)),
     measure_with_remat=lambda one: measure_remat(scan, step, 1.0, XS, remat="step"),
     measure_within_too_little=lambda one: measured().within(-1),
     measure_plans_of_one=lambda one: measure_remat(scan, step, 1.0, XS, plans="step"),

@@ -175,10 +175,9 @@ def test_a_run_after_another_first_reports_when_the_pace_of_that_one_says(rare, 
 
 
 def test_what_cannot_be_paced_has_twenty_updates():
-    for options in ({"backward": True}, {"batched": True}):
-        given = Progress("loop", meter=Recorder(), **options)
-        run = lambda c, given=given: treescan.scan(step, c, XS, progress=given)[0]  # noqa: E731
-        assert steps_of(lambda run=run: run(0.1)) == (T, [*range(10, T, 10), T])
+    half = XS[: T // 2]
+    run = lambda c: treescan.scan_layers([lambda x, c: step(c, x)] * 2, c, [half, half], progress=PACED)[0]  # noqa: E731
+    assert len(steps_of(lambda: run(0.1))[1]) == 20
 
 
 @pytest.mark.parametrize(("given", "branches"), [(progress(), []), (PACED, [["int32[]"]])], ids=["updates", "paced"])

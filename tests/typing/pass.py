@@ -11,14 +11,12 @@ from jaxtyping import Float
 from treescan import (
     Measurements,
     Packed,
-    PackIndex,
     Padded,
     Part,
     Remat,
     RematPlan,
     accumulate,
     chunk_map,
-    first,
     fold,
     fori,
     last,
@@ -205,7 +203,7 @@ assert_type(unpad({"y": one}, padded.lengths), list[dict[str, Array]])
 assert_type(length_mask(lengths, 3), Array)
 assert_type(packed, Packed[State])
 assert_type(packed.data, State)
-assert_type(packed.index, PackIndex)
+assert_type(packed.index.row, Array)
 assert_type((packed.steps, packed.rows), tuple[int, int])
 assert_type(unpack(packed, {"y": one}), list[dict[str, Array]])
 assert_type(last(packed, packed.data, reverse=False), State)
@@ -218,7 +216,6 @@ def beside(state: State, x: tuple[State, Array]) -> tuple[State, Array]:
 
 assert_type(mask_scan(beside, State(one, key), (packed, one)), tuple[State, Array])
 assert_type(repad(packed, packed.data), Padded[State])
-assert_type(first(packed, packed.data, reverse=False), State)
 
 
 # stream

@@ -2,10 +2,9 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import pytest
-from bars import bars, labels, progress
+from bars import bars, progress
 
 import treescan
 
@@ -62,12 +61,3 @@ def test_layers_with_states_show_x(remat):
     options = {"state": [jnp.zeros(3), jnp.zeros(2)], "remat": remat, "progress": progress(4, show=_shown)}
     ((total, steps),) = bars(lambda: treescan.scan_layers(*given, **options))
     assert steps[-1][0] == total == 5
-
-
-def test_a_bar_of_the_gradient_of_layers():
-    def loss(layers):
-        show = progress(2, backward=True)
-        return treescan.fold_layers(lambda layer, x: tanh(layer, x)[0], X, layers, progress=show).sum()
-
-    assert [steps[-1][0] for _, steps in bars(lambda: jax.jit(jax.grad(loss))(stack(4)))] == [4, 4]
-    assert labels() == ["loop", "loop (backward)"]

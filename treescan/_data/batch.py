@@ -18,7 +18,7 @@ from .._types import Axes, X
 
 
 class PackIndex(NamedTuple):
-    """Where each sequence is in a `treescan.Packed` batch, in the order in which they were given.
+    """Where each sequence is in a `Packed` batch, in the order in which they were given.
 
     Attributes:
         row: int32[N], its row.
@@ -38,7 +38,7 @@ class Packed(NamedTuple, Generic[X]):
         data: the sequences, leaves `[T, R, ...]`.
         mask: bool[T, R], which steps belong to a sequence.
         resets: bool[T, R], True at the first step of each sequence.
-        index: where each sequence is.
+        index: where each sequence is: its `row`, its first step there (`start`) and its `length`, int32[N] each.
         init: the carry that each sequence starts from, leaves `[N, ...]`; None: the init of the row.
     """
 

@@ -160,42 +160,6 @@ def not_packed(packed: Any, kind: str, call: str) -> Fault:
 
 
 @overload
-def first(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
-@overload
-def first(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
-@verb
-def first(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
-    """Returns the first y of each sequence's run. It is one gather, works on traced arrays, and is differentiable.
-
-    Args:
-        packed: the batch, a `Packed` or a `Padded`.
-        ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch, or its data.
-        reverse: whether the scan that computed ys ran in reverse. Required, because ys do not show it. False: the y of
-            a sequence's first step in time. True: the y of its last step in time, which ran first.
-
-    Returns:
-        A pytree with leaves `[N, ...]`, in the order of the sequences in `pack` or `pad`; 0 for a
-        sequence of 0 steps.
-
-    Raises:
-        ArgumentError: if a leaf of ys does not start with the axes `[T, R]`.
-        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or not a bool.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import treescan
-        >>> batch = treescan.pack(
-        ...     [jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])]
-        ... )
-        >>> print(treescan.first(batch, batch.data * 10, reverse=False))
-        [10 30 70]
-        >>> print(treescan.first(batch, batch.data * 10, reverse=True))
-        [20 60 70]
-    """
-    return _at_ends(packed, ys, reverse, "first")
-
-
-@overload
 def last(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
 @overload
 def last(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
@@ -204,7 +168,7 @@ def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = Non
     """Returns the last y of each sequence. It is one gather, works on traced arrays, and is differentiable.
 
     With the `reverse` of the scan that computed ys, this is the y that `save="last"` keeps for each sequence. If y is
-    the carry, it is the carry after each sequence.
+    the carry, it is the carry after each sequence. With the opposite, it is the first y of each sequence's run.
 
     Args:
         packed: the batch, a `Packed` or a `Padded`.
@@ -231,23 +195,17 @@ def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = Non
         >>> print(treescan.last(batch, batch.data * 10, reverse=True))
         [10 30 70]
     """
-    return _at_ends(packed, ys, reverse, "last")
-
-
-def _at_ends(packed: Any, ys: Y, reverse: bool | None, name: str) -> Y:
-    """The ys where each sequence's run began (`first`), or ended (`last`)."""
     if not isinstance(packed, Packed | Padded):
-        raise not_packed(packed, "a `Packed` or a `Padded`", f"`{name}(packed, ys, reverse=False)`.")
+        raise not_packed(packed, "a `Packed` or a `Padded`", "`last(packed, ys, reverse=False)`.")
     if reverse is None:
-        does, other = ("begin", "last") if name == "first" else ("end", "first")
         raise TypeMisuse(
             "{verb} needs `reverse`: the direction of the scan that computed the ys.",
-            f"Pass `reverse=False` for a forward scan, whose sequences {does} with their {name} step, or "
-            f"`reverse=True` for one that ran in reverse, whose sequences {does} with their {other}.",
+            "Pass `reverse=False` for a forward scan, whose sequences end with their last step, or `reverse=True` for "
+            "one that ran in reverse, whose sequences end with their first.",
             "treescan cannot tell the direction from the ys, and the wrong direction would return the y of another "
             "step without an error.",
         )
-    backward = check_reverse(reverse) == (name == "last")
+    check_reverse(reverse)
     if isinstance(packed, Packed):
         index, steps = packed.index, packed.steps
         check_lead("ys", ys, (packed.rows,), steps)
@@ -260,7 +218,7 @@ def _at_ends(packed: Any, ys: Y, reverse: bool | None, name: str) -> Y:
         length = jnp.clip(jnp.asarray(packed.lengths, jnp.int32), 0, steps)
         start, rows = jnp.zeros_like(length), list(jnp.indices(length.shape, dtype=jnp.int32))
     # Empty sequences are at places outside, no two of them the same.
-    end = jnp.where(length > 0, start if backward else start + length - 1, steps)
+    end = jnp.where(length > 0, start if reverse else start + length - 1, steps)
     return jax.tree.map(lambda leaf: _gather(leaf, (end, *rows)), ys)
 
 

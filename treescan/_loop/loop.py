@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import inspect
-import os
 import threading
 import types
 import weakref
@@ -120,15 +119,9 @@ class Body:
             known = _bodies.get(_Reference(function))
             if known is not None:
                 return known
-            new = Body(function)
-            body = _bodies.setdefault(_Reference(function, _forget), new)
+            return _bodies.setdefault(_Reference(function, _forget), Body(function))
         except Exception:  # no hash, no weak references, or an `==` that fails: the user's types decide
-            body = new = Body(function)
-        if body is new and warns_of_traces() and not under_a_trace():
-            from .retraces import count_body
-
-            count_body(function)
-        return body
+            return Body(function)
 
 
 def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:
@@ -343,11 +336,6 @@ class Loop:
         for undo in reversed(self.finish):
             state = undo.state(state)
         return state
-
-
-def warns_of_traces() -> bool:
-    """Whether the user asked to be warned of new traces."""
-    return os.environ.get("TREESCAN_WARN_RETRACE") == "1"
 
 
 def under_a_trace() -> bool:

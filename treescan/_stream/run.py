@@ -362,13 +362,9 @@ class Bar:
 
     def __init__(self, progress: Progress) -> None:
         assert progress.label is not None and progress.meter is not None
-        for name, why in {
-            "backward": "no gradient flows through a stream.",
-            "batched": "a stream cannot be mapped.",
-            "updates": "a stream moves its bar after each part.",
-        }.items():
-            if getattr(progress, name):
-                raise Misuse(f"{{call}}: `{name}` of a `Progress` has no meaning here: {why}", "Leave it out.")
+        if progress.updates:
+            why = "a stream moves its bar after each part."
+            raise Misuse(f"{{call}}: `updates` of a `Progress` has no meaning here: {why}", "Leave it out.")
         self._show = progress.show
         self._site = Site(progress.label, progress.meter)
 

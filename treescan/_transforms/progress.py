@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -35,7 +35,7 @@ from .._progress import (
     probes_after,
     probes_of,
 )
-from .._trace.hoist import hoist, smooth_part, traced
+from .._trace.hoist import hoist, traced
 from .._tree import thaw_static
 from .nest import plan, run_levels
 from .refuse import refuse_symbolic
@@ -109,21 +109,7 @@ def check_settings(progress: Any) -> Progress | None:
         "`progress=None` shows nothing.",
         ArgumentError,
     )
-    for name in ("backward", "batched"):
-        value = getattr(progress, name)
-        cure = "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap."
-        _expect(isinstance(value, bool), name, "is True or False", value, cure)
     return dataclasses.replace(progress, updates=updates, meter=_check_meter(progress.meter))
-
-
-def refuse_backward(progress: Progress) -> None:
-    """Refuses a bar for the backward pass of a loop whose number of steps is not known."""
-    if progress.backward:
-        raise Misuse(
-            "{verb} over {body}: `backward=True` of a `Progress` asks for a bar of the gradient, but a loop that ends "
-            "early differentiates by a rule of its own, which reports nothing.",
-            "Leave it out: the steps that are taken are shown all the same.",
-        )
 
 
 def _check_meter(meter: Any) -> AbstractProgressMeter:
@@ -153,44 +139,6 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     return meter
 
 
-def _tapped(back: Reporter, tick: Tick, tree: PyTree) -> PyTree:
-    """The tree. In the backward pass a tick is reported once its cotangents are known."""
-    part = smooth_part(tree)
-    on, off = part.split(tree)
-    if not on:
-        return tree
-
-    def report(saved: tuple[Tick, list[Array]], cotangents: list[Any]) -> tuple[None, list[Any]]:
-        tick, probes = saved  # a cotangent may be known before the forward pass is
-        back.step(tick, [], [*probes, *probes_of(*cotangents)])
-        return None, cotangents
-
-    same = jax.custom_vjp(lambda tick, leaves: leaves)
-    same.defvjp(lambda tick, leaves: (leaves, (tick, probes_of(leaves))), report)
-    return part.join(same(tick, on), off)
-
-
-def _tapped_after(back: Reporter, tick: Tick, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
-    """The results of a chunk, of which one is tapped.
-
-    Where ys are not used they have no cotangents, and JAX would make zeros for them to be looked at.
-    """
-    return (_tapped(back, tick, state), ys) if _has_tangents(state) else (state, _tapped(back, tick, ys))
-
-
-def _has_tangents(tree: PyTree) -> bool:
-    return any(smooth_part(tree).on)
-
-
-def no_forward_mode() -> Fault:
-    """The error for forward mode of such a loop."""
-    return Misuse(
-        "{verb} over {body}: this is forward mode, but JAX differentiates a loop whose `Progress` has "
-        "`backward=True` only in reverse mode, like any function with a `jax.custom_vjp`.",
-        "Leave `backward` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
-    )
-
-
 @dataclass(frozen=True)
 class ShowProgress(Transform):
     """`progress`: shows how far the loop has come.
@@ -214,43 +162,27 @@ class ShowProgress(Transform):
         checked = check_progress(progress, body, verb)
         return None if checked is None else cls(checked, custom)
 
-    @property
-    def no_forward_mode(self) -> Callable[[], Fault] | None:
-        """Makes the error for forward mode; None: the loop has it."""
-        return no_forward_mode if self.progress.backward else None
-
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
         if loop.going is not None:
-            return loop.going.show(loop, self.progress, Showing(self.progress, loop, custom=self.custom))
+            return loop.going.show(loop, self.progress.updates, Showing(self.progress, loop, custom=self.custom))
         if loop.steps:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress
-        reporter = Reporter(showing.site, progress.batched)
-        done = _live_steps(loop, each=progress.batched)
+        reporter = Reporter(showing.site)
+        done = _live_steps(loop)
         total = jnp.int32(loop.steps) if done is None or loop.turns else jnp.sum(done)
         more = bool(loop.turns) and loop.turns[0].length > loop.length and not (loop.length and loop.reverse)
-        probes = probes_of(loop.state, loop.xs.x)
-        if progress.batched:  # of all that the loop reads: they are mapped if anything is that differs between its runs
-            closed = [] if loop.trace is None else loop.trace.closed
-            read = [(turn.consts, turn.xs) for turn in loop.each]
-            probes = probes_of(*jax.tree.leaves((read, loop.state, closed)))
-        paced = progress.updates is None and not (progress.backward or progress.batched or loop.turns)
-        begun = reporter.begin(total, probes, kept=progress.backward, paced=paced)
+        paced = progress.updates is None and not loop.turns
+        begun = reporter.begin(total, probes_of(loop.state, loop.xs.x), paced=paced)
         run, due = begun if paced else (begun, None)
         if not loop.steps:
             reporter.end(run)
             return loop
-        back = Reporter(showing.backward_site, progress.batched) if progress.backward else None
-        ticks = TellChunks(reporter, back, showing, run, total, done, more, due)
-        wish = Wish(
-            -(-loop.length // (progress.updates or (MOST if paced else FEW))), put=ticks, slots=(TICK,), outside=True
-        )
-        ending = None
-        if back is not None:
-            false = jnp.zeros((), bool)
-            ending = Tick(run, total, total, false, false).backward(jnp.zeros_like(total), false)
-        runner = RunTold(ticks, ending) if paced or more or back is not None else None
+        ticks = TellChunks(reporter, showing, run, total, done, more, due)
+        size = -(-loop.length // (progress.updates or (MOST if paced else FEW)))
+        wish = Wish(size, put=ticks, slots=(TICK,), outside=True)
+        runner = RunTold(ticks) if paced or more else None
         wishes = (*loop.wishes, wish) if loop.length else loop.wishes
         return dataclasses.replace(loop, wishes=wishes, runner=runner)
 
@@ -262,20 +194,14 @@ def _settled(loop: Loop) -> Loop:
     return dataclasses.replace(loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), memo=Memo())
 
 
-def _live_steps(loop: Loop, *, each: bool) -> Array | None:
-    """int32[T]: whether any row is valid in each step; None: all steps count.
-
-    Args:
-        loop: the loop.
-        each: whether the elements of a vmap count for themselves.
-    """
+def _live_steps(loop: Loop) -> Array | None:
+    """int32[T]: whether any row is valid in each step; None: all steps count."""
     valid = loop.xs.valid
     if loop.turns:
         return jnp.full(loop.length, len(loop.turns), jnp.int32)
     if loop.rows is None or valid is None or loop.rows.all_valid:
         return None
-    live = most_of_devices(any_along(valid, range(1, valid.ndim)).astype(jnp.int32))
-    return live if each else most_of_all(live)
+    return most_of_all(most_of_devices(any_along(valid, range(1, valid.ndim)).astype(jnp.int32)))
 
 
 TICK: Slot[Any] = Slot("tick", of_chunks=True)
@@ -288,7 +214,6 @@ class TellChunks:
 
     Attributes:
         reporter: reports it.
-        back: reports the backward pass; None: nothing does.
         showing: what is shown of the state.
         run: the number of the run.
         total: its steps.
@@ -299,7 +224,6 @@ class TellChunks:
     """
 
     reporter: Reporter
-    back: Reporter | None
     showing: Showing
     run: Array
     total: Array
@@ -322,43 +246,29 @@ class TellChunks:
         if self.live is not None:  # how many steps count before each of them
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
-        done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
-        around = functools.partial(ReportingChunk, tell=self, led=led, trailed=trailed, alone=count == 1)
+        done = self.total - starts if loop.reverse else ends
+        around = functools.partial(ReportingChunk, tell=self, led=led, trailed=trailed)
         if self.due is not None:
             state = Paced(loop.state, self.due, self.run, self.total)
             return dataclasses.replace(loop, state=state, xs=TICK.put(loop.xs, done)), around
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
         tick = Tick(run, total, done, first, last & (not self.more))
-        ticks = tick, None if self.back is None else tick.backward(left, begins)
-        return dataclasses.replace(loop, xs=TICK.put(loop.xs, ticks)), around
+        return dataclasses.replace(loop, xs=TICK.put(loop.xs, tick)), around
 
 
 @dataclass(frozen=True, eq=False)
 class RunTold:
-    """Runs a loop, and reports its end if its reports are paced; else its backward pass reports when it begins.
-
-    Attributes:
-        tell: says what is reported.
-        ending: what the backward pass reports when it begins; None: the reports are paced.
-    """
+    """Runs a loop, and reports its end, where its chunks do not: if reports are paced, or if steps follow the loop."""
 
     tell: TellChunks
-    ending: Tick | None
 
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
-        loop, levels = plan(loop)
-        results, tell = run_levels(loop, levels), self.tell
+        results, tell = run_levels(*plan(loop)), self.tell
         if tell.more:
             false, (state, _) = jnp.zeros((), bool), results
             tick = Tick(tell.run, tell.total, tell.total, false, ~false)
             tell.reporter.step(tick, tell.showing(state), probes_after(state))
             return results
-        if tell.back is not None and self.ending is not None:
-            if any(
-                TICK in level.slots and level.size >= loop.length for level in levels
-            ):  # one chunk, which reports its end
-                return results
-            return _tapped_after(tell.back, self.ending, *results)
         (state, due, run, total), ys = results
         always = due >= -NEVER  # reads `due`, so that JAX keeps the last call
         tick = Tick(run, total, total, first=due < 0, last=always)
@@ -376,7 +286,6 @@ class ReportingChunk:
         tell: says what is reported.
         led: whether a remainder runs before the chunks: nothing makes its report come before theirs, so it has none.
         trailed: whether one runs after them, and reads nothing that they make: nothing makes its report come last.
-        alone: whether there is one chunk alone.
     """
 
     step: Step
@@ -384,7 +293,6 @@ class ReportingChunk:
     tell: TellChunks
     led: bool
     trailed: bool
-    alone: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         tell, (tick, inner) = self.tell, TICK.take(feed)
@@ -396,26 +304,10 @@ class ReportingChunk:
             shown, probes = tell.showing(new), probes_of(new)
             due = tell.reporter.step_if_due(state.run, state.total, tick, state.due, shown, probes)
             return state._replace(state=new, due=due), ys
-        forward, backward = tick
-        state, ys = self._run(backward, consts, state, inner)
+        state, ys = self.step(consts, state, inner)
         if not silent:
-            tell.reporter.step(forward, tell.showing(state), probes_of(state) if self.looped else probes_after(state))
+            tell.reporter.step(tick, tell.showing(state), probes_of(state) if self.looped else probes_after(state))
         return state, ys
-
-    def _run(self, tick: Tick | None, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        """Runs the chunk, whose backward pass reports a tick.
-
-        What it was given may have no tangent if it runs before all others and outside of a loop, and has none if the
-        loop carries none. Then what comes out of the chunk is looked at: the report is early by this chunk.
-        """
-        back = self.tell.back
-        if back is None or tick is None:
-            return self.step(consts, state, feed)
-        if not self.looped and (self.led or self.alone):
-            return _tapped(back, tick, self.step(consts, state, feed))
-        if not _has_tangents(state):
-            return _tapped_after(back, tick, *self.step(consts, state, feed))
-        return self.step(consts, _tapped(back, tick, state), feed)
 
 
 class Showing:
@@ -435,7 +327,6 @@ class Showing:
         if progress.show is not None:
             jax.eval_shape(lambda: names.extend(check_shown(self._shown(self._carry_of(as_arrays(loop.state))))))
         self.site = Site(progress.label, progress.meter, tuple(names))
-        self.backward_site = Site(f"{progress.label} (backward)", progress.meter)
 
     def __call__(self, state: PyTree) -> list[Array]:
         """The values."""

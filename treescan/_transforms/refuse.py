@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Generator
 from typing import NoReturn
 
 from .._errors import Fault, Misuse
@@ -44,21 +42,3 @@ def once_only(says: str, cure: str) -> Fault:
         "`jax.experimental.io_callback`.",
         f"{cure}. Or use `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
     )
-
-
-def in_reverse_alone(fault: Callable[[], Fault] | None) -> contextlib.AbstractContextManager[None]:
-    """Raises this error if JAX refuses forward mode of a function that has a rule only for reverse mode.
-
-    None: it refuses nothing.
-    """
-    return contextlib.nullcontext() if fault is None else _refusing_forward_mode(fault)
-
-
-@contextlib.contextmanager
-def _refusing_forward_mode(fault: Callable[[], Fault]) -> Generator[None]:
-    try:
-        yield
-    except TypeError as error:
-        if "to a custom_vjp function" in str(error):
-            raise fault() from None
-        raise

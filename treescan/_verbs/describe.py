@@ -316,7 +316,7 @@ def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict
 
 def _refuse_details(progress: Progress | None) -> None:
     """Refuses what a `Progress` says of the steps of a loop."""
-    names = [] if progress is None else [n for n in ("show", "updates", "backward", "batched") if getattr(progress, n)]
+    names = [] if progress is None else [n for n in ("show", "updates") if getattr(progress, n)]
     if names:
         given = " and ".join(f"`{name}`" for name in names)
         raise Misuse(

@@ -99,20 +99,21 @@ def fori(
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
             from .._transforms.remat import Recompute, check_remat
-            from .._transforms.until.end_early import Bounds, EndEarly
+            from .._transforms.until.end_early import Bounds, EndEarly, refusing_forward_mode
 
             plan = check_remat(remat)
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             call = prepare(FORI, f, init, length=most, **options)
             call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
-            result = call.run(
-                EndEarly(),
-                call.checking(checks, ends_early=True),
-                Mask.of(0),
-                KeepRows.of(None, 0),
-                Recompute.of(plan),
-                call.showing(progress),
-            )
+            with refusing_forward_mode():
+                result = call.run(
+                    EndEarly(),
+                    call.checking(checks, ends_early=True),
+                    Mask.of(0),
+                    KeepRows.of(None, 0),
+                    Recompute.of(plan),
+                    call.showing(progress),
+                )
             return returned(result, 0)
         low = check_bound(lower, "lower")
         length = max(check_bound(upper, "upper") - low, 0)

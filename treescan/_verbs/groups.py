@@ -27,22 +27,10 @@ from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with
 from .._types import Axes, ProgressLike, RematLike, Save
 from .prepare import Prepared, prepare, recomputing, recording, refuse_report, silent
 
-Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
-"""Of names: all or none of them, one, several, those for which a function is true, or all but some."""
+Filter: TypeAlias = bool | str | Iterable[str] | Callable[[str], bool]
+"""Of names: all or none of them, one, several, or those for which a function is true."""
 
 NameFilter: TypeAlias = Callable[[str], bool]
-
-
-@named_fields
-@dataclass(frozen=True)
-class DenyList:
-    """All names except those that another filter matches.
-
-    Attributes:
-        deny: that filter.
-    """
-
-    deny: Any
 
 
 @named_fields
@@ -82,8 +70,8 @@ def check_filter(option: str, given: Any) -> NameFilter:
         return lambda name: not denied(name)
     names = tuple(given) if isinstance(given, Iterable) else (None,)
     cure = (
-        "Give a name, a set of names, True for all or False for none, a function of the name, or a `treescan.DenyList` "
-        "of the names to leave out."
+        "Give a name, a set of names, True for all or False for none, or a function of the name, for example "
+        '`lambda name: name != "state"`.'
     )
     expect(all(isinstance(name, str) for name in names), option, "names of collections", given, cure)
     return lambda name: name in names
@@ -286,7 +274,6 @@ def _prepare(
         in_axes=axes,
         name=roles.name,
         lowering=roles.lowering,
-        noted=False,
     )
     broadcast = freeze_static(groups.broadcast, scalars=True)
     call = dataclasses.replace(prepared.call, frozen=prepared.call.frozen or holds_static((given, broadcast)))

@@ -26,12 +26,11 @@ from .._body.registered import refuse_unregistered
 from .._body.signature import FORI, Convention
 from .._body.traced import note_numbers
 from .._errors import CarryError, Cure, Fault, Misuse, TreescanError, describe_body, verb
-from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
+from .._loop.loop import Body, Result
 from .._transforms.axes import OverAxes, static_axes
 from .._transforms.call import Arguments, Call
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Program, execute
-from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.checks import check_rows
 from .._transforms.rows.fill import KeepRows
@@ -175,9 +174,7 @@ class Prepared:
         moves = program.moves or self.given.key is not None
         programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)
-        faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
-        # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
-        with silent(), in_reverse_alone(faults[-1] if faults else None):
+        with silent():
             try:
                 if compiles:
                     result = execute(program, self.given, programs, moves=moves, donates=donates)
@@ -295,7 +292,6 @@ def prepare(
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
-    noted: bool = True,
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
 
@@ -314,7 +310,6 @@ def prepare(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
-        noted: whether a body that is traced for many types is warned of.
 
     Raises:
         Fault: as `treescan.scan`.
@@ -340,10 +335,6 @@ def prepare(
         lowering=lowering,
         **check_run(steps, reverse, unroll, name),
     )
-    if noted and warns_of_traces() and not under_a_trace():
-        from .._loop.retraces import note_types
-
-        note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive)
 
@@ -565,15 +556,15 @@ def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextMana
     thread runs JAX. A context belongs to the thread that opens it.
 
     Args:
-        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates`, `meter` and `batched`.
-            Without a label, a bar has the names of the verb and of the body. False and None: no bars within, not even
-            if the context is within another.
+        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates` and `meter`. Without a
+            label, a bar has the names of the verb and of the body. False and None: no bars within, not even if the
+            context is within another.
 
     Returns:
         A context manager.
 
     Raises:
-        ArgumentError: for a `Progress` that cannot be had, or with `show` or `backward`.
+        ArgumentError: for a `Progress` that cannot be had, or with `show`.
         ArgumentTypeError: if it is of another type.
 
     Examples:
@@ -588,11 +579,10 @@ def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextMana
     from .._transforms.progress import check_settings
 
     checked = check_settings(progress)
-    for name in ("show", "backward"):
-        if checked is not None and getattr(checked, name):
-            raise Misuse(
-                f"{{call}}: `{name}` of a `Progress` is for a single loop, and the context may contain others.",
-                "Give it to the call of that loop, as its `progress`.",
-            )
+    if checked is not None and checked.show:
+        raise Misuse(
+            "{call}: `show` of a `Progress` is for a single loop, and the context may contain others.",
+            "Give it to the call of that loop, as its `progress`.",
+        )
     _context = _context or jax.make_user_context(None)
     return _context(checked)

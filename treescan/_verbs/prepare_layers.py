@@ -38,7 +38,7 @@ from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, speaking_of
-from .._loop.loop import Body, Result, under_a_trace, warns_of_traces
+from .._loop.loop import Body, Result
 from .._transforms.call import Arguments, Call
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.transform import Transform
@@ -50,7 +50,7 @@ from .prepare import Prepared, body_of, first_position, recording
 Remats = tuple[Remat | None, ...] | Remat | None
 
 if TYPE_CHECKING:
-    from .._transforms.progress import ShowProgress
+    pass
 
 
 class Stacks(NamedTuple):
@@ -389,11 +389,6 @@ def prepare_layers(
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
-    if warns_of_traces() and not under_a_trace():
-        from .._loop.retraces import note_types
-
-        given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
-        note_types(handles[0][1], bodies[0].memo, convention.verb, given)
     prepared = Prepared(
         replace(first, others=tuple(rest)),
         Arguments(frozen_x, own if rest else own[0], key, frozen_args, offset=position),
@@ -438,7 +433,7 @@ def _transforms(
         None if in_place else MoveOutputs.of(axes, saves),
         recording(saves),
         KeepOutputs.of(saves),
-        _showing(prepared, progress),
+        prepared.showing(progress),
     )
 
 
@@ -448,21 +443,6 @@ def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree,
     each = list(said) if stacks.sequence and type(said) in (list, tuple) else [said] * count  # a NamedTuple is a y
     each = [StateAndY(of_states, own) if caches else own for own in each]
     return tuple(each) if (count, len(each)) != (1, 1) else each[0]
-
-
-def _showing(prepared: Prepared, progress: ProgressLike) -> ShowProgress | None:
-    """How a verb over layers shows its progress, named as its first block is; None: it does not.
-
-    Raises:
-        Fault: for an `ArgumentError` if several blocks are to have a bar backwards.
-    """
-    shown, blocks = prepared.showing(progress), len(prepared.call.each)
-    if shown is not None and shown.progress.backward and blocks > 1:
-        raise Misuse(
-            f"{{call}}: `backward=True` of a `Progress` is for one block, and these are {blocks} that take turns.",
-            "Leave it out.",
-        )
-    return shown
 
 
 def _arguments(

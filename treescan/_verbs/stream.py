@@ -351,7 +351,7 @@ def _run_of(
         from .._transforms.progress import label_of
 
         label = shown.label or f"stream {label_of(body, 'stream')}"
-        progress = dataclasses.replace(shown, label=label, updates=None, batched=False)
+        progress = dataclasses.replace(shown, label=label, updates=None)
     if progress is not None and progress is not False:
         bar = bar_of(progress, alive)
     if checkpoint is not None:

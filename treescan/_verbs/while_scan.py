@@ -221,7 +221,7 @@ def while_scan(
         # Here, not above: only loops that end early load what runs them.
         from .._transforms.remat import Recompute, check_remat
         from .._transforms.until.condition import check_condition
-        from .._transforms.until.end_early import EndEarly
+        from .._transforms.until.end_early import EndEarly, refusing_forward_mode
 
         check_options(options, _ACCEPTED, _REFUSES)
         check_condition(cond)
@@ -233,16 +233,17 @@ def while_scan(
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         # The function of an equal condition may be another object, so that the call keeps it alive.
         call = dataclasses.replace(call, cond=condition.function)
-        result = call.run(
-            EndEarly(condition, *rows, call.axes, compact),
-            call.checking(check_finite, ends_early=True),
-            MoveOutputs.of(out_axes, save),
-            Mask.of(filled),
-            recording(save),
-            KeepRows.of(check_save(save), filled),
-            Recompute.of(plan),
-            call.showing(progress),
-        )
+        with refusing_forward_mode():
+            result = call.run(
+                EndEarly(condition, *rows, call.axes, compact),
+                call.checking(check_finite, ends_early=True),
+                MoveOutputs.of(out_axes, save),
+                Mask.of(filled),
+                recording(save),
+                KeepRows.of(check_save(save), filled),
+                Recompute.of(plan),
+                call.showing(progress),
+            )
         found = WhileResult(result.state, result.ys, result.steps, result.stopped)
         return found if result.evidence is None else (found, result.evidence)
     except Exception as error:

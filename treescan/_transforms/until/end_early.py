@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,7 +15,7 @@ import numpy as np
 
 from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
-from ..._errors import BodyFault, Fault, Misuse
+from ..._errors import BodyFault, Misuse
 from ..._loop.loop import Body, Feed, Loop, Step, is_untraced
 from ..._tree import Prefix, map_leaves
 from ..axes import count_from
@@ -87,9 +89,29 @@ class Going(NamedTuple):
 
         Args:
             loop: the loop.
-            asked: what the user said of the progress, and what is shown of the carry.
+            asked: the most reports, and what is shown of the carry.
         """
         return show_taken(loop, *asked)
+
+
+@contextlib.contextmanager
+def refusing_forward_mode() -> Generator[None]:
+    """Says what JAX refuses of a loop whose body has a rule for reverse mode alone.
+
+    Raises:
+        Fault: for an `ArgumentError` if it is differentiated in forward mode.
+    """
+    try:
+        yield
+    except TypeError as error:
+        if "to a custom_vjp function" not in str(error):
+            raise
+        raise Misuse(
+            "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
+            "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
+            "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
+            "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
+        ) from None
 
 
 _LEADS = Prefix.of(0)
@@ -117,16 +139,6 @@ class EndEarly(Transform):
     in_axes: LeafAxes | None = None
     compact: bool | tuple[int, ...] = False
     stage: ClassVar[Stage] = Stage.FED
-
-    @staticmethod
-    def no_forward_mode() -> Fault:
-        """The error for forward mode of a loop whose body has a rule for reverse mode alone."""
-        return Misuse(
-            "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
-            "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
-            "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
-            "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
-        )
 
     def __call__(self, loop: Loop) -> Loop:
         bounds: Bounds | None = loop.going

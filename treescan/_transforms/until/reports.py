@@ -6,44 +6,37 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from ..._avals import Array, PyTree
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.sizes import Around
-from ..._progress import MOST, Progress as Settings, Reporter, Tick, probes_of
-from ..progress import Showing, refuse_backward
+from ..._progress import MOST, Reporter, Tick, probes_of
+from ..progress import Showing
 from ..rows.leaves import most_of_all, most_of_devices
 from .condition import Condition
 from .early_exit import Chunks, Progress, Reads, all_fixed, whole_state
 
 
-def show_taken(loop: Loop, settings: Settings, showing: Showing) -> Loop:
+def show_taken(loop: Loop, updates: int | None, showing: Showing) -> Loop:
     """The loop, which shows the steps that were taken.
 
     Args:
         loop: the loop.
-        settings: what the user said.
+        updates: the most reports, if the user said that.
         showing: what is shown of the carry.
     """
-    refuse_backward(settings)
-    going, each = loop.going, settings.batched
-    reporter = Reporter(showing.site, each)
-    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total, each=each)
-    probes = probes_of(loop.state, loop.xs.x)
-    if each:  # of all that the loop reads: they are mapped if anything is that differs between its runs
-        probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, going.condition.closed)))
-    run = reporter.begin(total, probes)
-    tell = TellTaken(reporter, showing, settings.updates or MOST, going.condition, all_fixed(loop))
+    going, reporter = loop.going, Reporter(showing.site)
+    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total)
+    run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
+    tell = TellTaken(reporter, showing, updates or MOST, going.condition, all_fixed(loop))
     return dataclasses.replace(loop, going=going._replace(run=(run, total), tell=tell))
 
 
-def _largest(steps: Array, *, each: bool) -> Array:
-    """int32[]: the most steps of all rows and devices, and of all elements of a vmap unless each counts for itself."""
+def _largest(steps: Array) -> Array:
+    """int32[]: the most steps of all rows and devices, and of all elements of a vmap."""
     steps = jnp.max(steps, initial=None if steps.size else 0) if steps.ndim else steps
-    steps = most_of_devices(steps.astype(jnp.int32))
-    return steps if each else most_of_all(steps)
+    return most_of_all(most_of_devices(steps.astype(jnp.int32)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +78,7 @@ class TellTaken:
         run, total = reads.run
         carry = self.condition.state_of(whole_state(self.fixed, reads, progress.state))
         shown, false = self.showing.of_carry(carry), jnp.zeros((), bool)
-        tick = Tick(run, total, _largest(progress.taken, each=self.reporter.batched), false, ~false if last else false)
+        tick = Tick(run, total, _largest(progress.taken), false, ~false if last else false)
         self.reporter.step(tick, shown, probes_of(carry if last else progress.state))
 
     def around(self, inner: Around | None) -> Around:
