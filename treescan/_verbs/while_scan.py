@@ -141,8 +141,8 @@ def while_scan(
     step in their place, as in `treescan.mask_scan`, and its results for these rows are discarded.
 
     Under `jax.vmap`, each element stops independently too. It keeps its carry, and nothing that the body computes after
-    that, including NaN, reaches a result or a gradient. Checks and callbacks in the body then see the element's own first
-    step. The loop ends when all elements have stopped, and every element costs as much as the slowest.
+    that, including NaN, reaches a result or a gradient. Checks and callbacks in the body then see the element's own
+    first step. The loop ends when all elements have stopped, and every element costs as much as the slowest.
 
     Args:
         cond: the condition, `cond(carry) -> bool[]`, or `bool[*batch]` for rows that stop independently. It is
