@@ -70,8 +70,8 @@ def _called(cond: Callable[..., Any], carry: PyTree) -> Any:
         if isinstance(error, ValueError) and "truth value of an array" not in str(error):
             raise
         raise BodyFault(
-            "{body}, the condition, asks in Python whether an array is true, as `and`, `or`, `not`, `if` and `a < b < c` "
-            "do. Python cannot know: the array has its values only when the program runs, or has several.",
+            "{body}, the condition, asks in Python whether an array is true, as `and`, `or`, `not`, `if` and "
+            "`a < b < c` do. Python cannot know: the array has its values only when the program runs, or has several.",
             "Use `&` for `and`, `|` for `or` and `~` for `not`, with each comparison in parentheses: "
             "`(carry[0] < 3) & (carry[1] > 0)`. Use `jnp.where` for `if`.",
             cause=error,
