@@ -347,6 +347,11 @@ def verb(function: _F) -> _F:
     return shown
 
 
+def is_verb(function: Any) -> bool:
+    """Whether a callable is one of those that `verb` has marked."""
+    return getattr(function, "__code__", None) in _VERBS
+
+
 def named_options(function: _F) -> _F:
     """Explains what a public function raises. Arguments that it does not take are refused, with those that are meant.
 

@@ -74,7 +74,7 @@ def test_lax_scan_is_called_in_one_place() -> None:
     found = [
         (module, name) for module, tree in modules().items() for name in references(tree) if name.endswith("lax.scan")
     ]
-    assert found == [("_loop.run", "jax.lax.scan")]
+    assert found == [("_loop.replaced", "jax.lax.scan")]
 
 
 def test_no_other_loop_primitive() -> None:

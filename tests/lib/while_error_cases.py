@@ -66,6 +66,9 @@ case(less=("disable_jit",))(
     fori_max_length_traced=lambda one: jax.jit(
         lambda most: fori(0, most, lambda i, carry: carry + i, one, max_length=most)
     )(5),
+    while_condition_with_and=lambda one: while_scan(
+        lambda carry: carry[0] < 3 and carry[1] > 0, lambda carry, x: (carry, x), (one, one), XS
+    ),
     fori_traced_float=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one, max_length=3))(1.0),
     fori_traced_rows=lambda one: jax.jit(lambda n: fori(n, 3, lambda i, carry: carry, one, max_length=3))(
         jnp.arange(3)

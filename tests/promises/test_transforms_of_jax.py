@@ -15,6 +15,7 @@ from oracle import assert_bitwise
 from thin import parametrize
 
 import treescan
+from treescan._loop.replaced import find_own
 from treescan.carries import ema
 
 XS = array(4)
@@ -89,13 +90,13 @@ def test_extended_dtypes(dtype):
 
 def test_split_transpose_reaches_lax_scan(monkeypatch):
     """Newer releases accept and ignore it, so that no jaxpr shows it."""
-    came = []
+    came, scan = [], jax.lax.scan
 
     def spy(*args, **keywords):
         came.append(keywords.get("_split_transpose", False))
-        return jax.lax.scan(*args, **keywords)
+        return scan(*args, **keywords)
 
-    monkeypatch.setattr("treescan._loop.run._lax_scan", spy)
+    monkeypatch.setattr(jax.lax, "scan", spy)
     for split in (False, True):
         treescan.scan(lambda c, x: (c * x, c), array(), XS, _split_transpose=split)
     treescan.scan(lambda c, x: (c * x, c), array(), XS, None, False, 1, True)
@@ -259,6 +260,56 @@ def test_flax_notices_nothing(monkeypatch):
     expected = train(array(2, 5, 3))
     monkeypatch.setattr(jax.lax, "scan", treescan.scan)
     assert_bitwise(train(array(2, 5, 3)), expected)
+
+
+def observing(orig, seen):
+    """What a tool puts in the place of `jax.lax.scan`: it has the body in a function of its own."""
+
+    def scan(f, init, xs=None, length=None, **options):
+        seen.append(f)
+        return orig(lambda carry, x: f(carry, x), init, xs, length, **options)
+
+    return scan
+
+
+LAX_SCAN = jax.lax.scan
+INSTEAD = {
+    "itself": (lambda seen: treescan.scan, 0),
+    "with an option": (lambda seen: functools.partial(treescan.scan, remat="step"), 0),
+    "within a function": (lambda seen: lambda *given, **options: treescan.scan(*given, **options), 0),
+    "by a tool": (functools.partial(observing, LAX_SCAN), 1),
+    "by a tool, over itself": (functools.partial(observing, treescan.scan), 1),
+}
+
+
+def nested(carry, x):
+    (h, average), (name, steps) = carry
+    h, _ = jax.lax.scan(lambda h, y: (h * x + y, y), h, XS)
+    return ((h, h), (name, steps + 1)), average
+
+
+@parametrize("instead", INSTEAD)
+def test_lax_scan_is_what_a_program_has_put_there(instead, monkeypatch):
+    """Each eager call runs it while it is there, for loops in bodies too, and no call does after that."""
+
+    def run():
+        init = (jnp.zeros(()), treescan.carries.ema(jnp.zeros(()), 0.9)), ("a static leaf", 0)
+        (carried, (_, steps)), ys = treescan.scan(nested, init, XS)
+        folded = treescan.fold(lambda h, x: jnp.sin(h + x), array(), XS, lengths=2)
+        return carried, steps, ys, folded, treescan.fori(0, 3, lambda i, h: jnp.sin(h), array(), remat="nested")
+
+    seen, (make, tool) = [], instead
+    expected = run()
+    with monkeypatch.context() as patched:
+        patched.setattr(jax.lax, "scan", make(seen))
+        assert find_own() is LAX_SCAN  # where a program comes first
+        for _ in range(2):
+            seen.clear()
+            assert_bitwise(run(), expected)
+            assert len(seen) >= 4 * tool
+    seen.clear()
+    assert_bitwise(run(), expected)
+    assert not seen
 
 
 OF_STEPS = {

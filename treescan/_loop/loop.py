@@ -19,6 +19,7 @@ from jax.core import Tracer
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
 from .feed import Feed
+from .replaced import replacement
 
 _T = TypeVar("_T")
 
@@ -35,7 +36,13 @@ class Memo:
         self._joint: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
 
     def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What was made under `key` before, else what `make` returns."""
+        """What was made under `key` before, else what `make` returns.
+
+        While a program has something of its own in the place of `jax.lax.scan`, nothing is kept: what is there has to
+        see the loops of each call, and what was traced through it must not run when it is gone.
+        """
+        if replacement() is not None:
+            return make()
         with self._lock:
             known = self._made.get(key, _UNKNOWN)
             if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others

@@ -1,4 +1,4 @@
-"""`run` calls `jax.lax.scan`. No other file does."""
+"""`run` runs a loop by `jax.lax.scan`. No other file does."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
 from .loop import Body, Feed, Loop, Step, is_jit_disabled
-
-_lax_scan = jax.lax.scan  # bound now, because a program may replace it with treescan's own
+from .replaced import in_step, lax_scan, own_scan
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +41,12 @@ class _Lowered:
         return self.body.function
 
     def __call__(self, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
-        if not self.packed:
-            return self._named(carry, self.step(None, carry, Feed(x)))
-        consts, given = carry
-        state, y = self._named(given, self.step(consts, given, x))
-        return (consts, state), y
+        with in_step():
+            if not self.packed:
+                return self._named(carry, self.step(None, carry, Feed(x)))
+            consts, given = carry
+            state, y = self._named(given, self.step(consts, given, x))
+            return (consts, state), y
 
     def _named(self, given: PyTree, pair: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
         if self.mesh is None:
@@ -102,7 +102,7 @@ def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> 
     traced = jax.disable_jit(False) if is_jit_disabled() else contextlib.nullcontext()
     try:
         with traced:
-            return _lax_scan(function, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
+            return lax_scan(function, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
     except TypeError as error:
         frames = (each.tb_frame for each in walk_traceback(error.__traceback__))
         if not any(is_package_frame(frame) and frame.f_code is _Lowered.__call__.__code__ for frame in frames):
@@ -183,7 +183,7 @@ class _NamedPair(NamedTuple):
 def keeps_named_pairs() -> bool:
     """Whether this release of lax.scan takes a NamedTuple as a pair, and gives its result in one (0.12 does not)."""
     try:
-        jax.eval_shape(lambda: _lax_scan(lambda carry, x: _NamedPair(carry, x), None, None, length=1))
+        jax.eval_shape(lambda: own_scan(lambda carry, x: _NamedPair(carry, x), None, None, length=1))
     except TypeError:
         return False
     return True

@@ -9,6 +9,7 @@ from .._arguments import check_options
 from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
 from .._errors import RAGGED_WORDS, explain, in_own_words, verb
+from .._loop.replaced import is_replaced_call, own_scan
 from .._types import (
     Axes,
     Carry,
@@ -185,6 +186,8 @@ def scan(
     """
     try:
         check_options(unknown, _ACCEPTED, {})
+        if is_replaced_call():  # of a loop that is lowered already: options are for those of the user's
+            return own_scan(f, init, xs, length, reverse, unroll)
         lowering = (("_split_transpose", True),) if _split_transpose else ()
         result = run_scan(
             SCAN,

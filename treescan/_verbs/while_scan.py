@@ -187,7 +187,7 @@ def while_scan(
             the batch shape of the condition is not where the axes say, if y cannot hold `fill`, if `cond` returns one
             bool but an option is for rows, or if `compact` cannot order the rows (with `key`, with rows spread over an
             explicit mesh, or in a `jax.shard_map` with `check_vma=False`).
-        BodyError: as `treescan.scan`; also if `cond` returns anything but bools.
+        BodyError: as `treescan.scan`; also if `cond` returns anything but bools, or joins them with `and` or `or`.
         CarryError: as `treescan.scan`.
         NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.

@@ -55,12 +55,32 @@ class CallCondition:
             carry = thaw_static(carry) if self.frozen else carry
             carry = read_carries(carry, self.name) if self.custom else carry
             try:
-                holds = call_user(self.body.function, carry)
+                holds = _called(self.body.function, carry)
             except Exception as error:
                 rename(error, [(self.name, carry)])
                 raise
             _check_flags(holds)
         return jnp.asarray(holds, bool)
+
+
+def _called(cond: Callable[..., Any], carry: PyTree) -> Any:
+    """What a condition returns.
+
+    Raises:
+        Fault: for a `BodyError` if it asks whether an array is true, as `and` does.
+    """
+    try:
+        return call_user(cond, carry)
+    except (jax.errors.TracerBoolConversionError, ValueError) as error:
+        if isinstance(error, ValueError) and "truth value of an array" not in str(error):
+            raise
+        raise BodyFault(
+            "{body}, the condition, asks in Python whether an array is true, as `and`, `or`, `not`, `if` and "
+            "`a < b < c` do. Python cannot know: the array has its values only when the program runs, or has several.",
+            "Use `&` for `and`, `|` for `or` and `~` for `not`, with each comparison in parentheses: "
+            "`(carry[0] < 3) & (carry[1] > 0)`. Use `jnp.where` for `if`.",
+            cause=error,
+        ) from None
 
 
 def _check_flags(holds: Any) -> None:
