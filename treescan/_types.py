@@ -82,6 +82,8 @@ class Checkpoint:
         folder: the folder, which belongs to one run. It is made if it is not there.
         every: how many parts there are from one checkpoint to the next.
         keep: how many checkpoints are kept.
+        skip_damaged: whether a run continues from an older checkpoint if newer ones cannot be read. These are renamed,
+            and a warning names them. Otherwise they are an error, which names the older ones.
 
     Examples:
         >>> import treescan
@@ -91,6 +93,7 @@ class Checkpoint:
     folder: str | os.PathLike[str]
     every: int = 1
     keep: int = 2
+    skip_damaged: bool = False
 
 
 Axes: TypeAlias = Any

@@ -4,6 +4,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -104,6 +105,8 @@ case(less=HOST)(
     stream_progress_updates=lambda one: run(progress=Progress(updates=3)),
     stream_checkpoint_number=lambda one: run(checkpoint=3),
     stream_checkpoint_every_zero=lambda one: run(checkpoint=Checkpoint("runs", every=0)),
+    stream_checkpoint_skip_number=lambda one: run(checkpoint=Checkpoint("runs", skip_damaged=3)),
+    stream_function_that_ends=lambda one: run(lambda start, n: next(iter([]) if start else iter([XS[:5]])), length=12),
     stream_checkpoint_keep_zero=lambda one: run(checkpoint=Checkpoint("runs", keep=0)),
 )
 
@@ -169,6 +172,32 @@ def checkpoints_on_a_full_disk(one):
 
     with mock.patch.object(CheckpointManager, "save", saved):
         return in_folder()
+
+
+def damaged(*numbers: int, **options: Any) -> Any:
+    """Goes on with a run whose checkpoints hold something else."""
+
+    def stop(part):
+        if part.start == 5:
+            raise ValueError
+
+    with contextlib.suppress(ValueError):
+        run(np.zeros(20, np.float32), on_part=stop, chunk=1, checkpoint=Checkpoint("runs/1", keep=3))
+    for number in numbers:
+        Path(f"runs/1/{number}/about/metadata").write_text("{}")
+    return run(np.zeros(20, np.float32), chunk=1, checkpoint=Checkpoint("runs/1", keep=3, **options))
+
+
+case(less=HOST, context=in_a_new_folder)(
+    checkpoints_damaged=lambda one: damaged(4, 5),
+    checkpoints_all_damaged=lambda one: damaged(3, 4, 5, skip_damaged=True),
+)
+
+
+@case(less=HOST, context=in_a_new_folder)
+def checkpoints_to_skip_of_several_processes(one):
+    with mock.patch("jax.process_count", lambda: 2):
+        return run(checkpoint=Checkpoint("runs/1", skip_damaged=True))
 
 
 @case(less=HOST, context=in_a_new_folder)

@@ -247,6 +247,42 @@ def test_what_is_half_written_is_not_used(tmp_path: Path) -> None:
     equal(found[0], scan(step, init(), XS, key=KEY)[0])
 
 
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:99])
+
+
+@pytest.mark.parametrize(
+    ("damage", "newest"),
+    [
+        (lambda folder: (folder / "4" / "about" / "metadata").unlink(), "4"),
+        (lambda folder: cut(folder / "4" / "about" / "metadata"), "4"),
+        (lambda folder: cut(folder / "4" / "state" / "_METADATA"), "4"),
+        (lambda folder: (folder / "6" / "of another program").mkdir(parents=True), "6"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_may_be_skipped(damage: Any, newest: str, tmp_path: Path) -> None:
+    run: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=3)}
+    with pytest.raises(Halted):
+        stream(step, init(), XS, on_part=lambda part: halt(part.start == 20), **run)
+    damage(tmp_path)
+    whole, steps = ("3", 15) if newest == "4" else ("4", 20)
+    with pytest.raises(CheckpointError) as caught:
+        stream(step, init(), XS, **run)
+    said = " ".join(str(caught.value).split())
+    assert f"the checkpoint `{tmp_path / newest}` could not be read" in said
+    assert f"`{tmp_path / whole}` is whole, after {steps} steps" in said
+    assert len(said) < 900
+    assert (tmp_path / newest).exists()
+    starts = list[int]()
+    run["checkpoint"] = Checkpoint(tmp_path, keep=3, skip_damaged=True)
+    with pytest.warns(UserWarning, match=rf"continues\s+from\s+`{tmp_path / whole}`"):
+        found = stream(step, init(), XS, on_part=lambda part: starts.append(part.start), **run)
+    assert starts[0] == steps
+    equal(found[0], scan(step, init(), XS, key=KEY)[0])
+    assert [each.name.split("-")[0] for each in tmp_path.glob("*damaged*")] == [f"{newest}.damaged"]
+    equal(stream(step, init(), XS, **run), found)
+
+
 def halt(now: bool) -> None:
     if now:
         raise Halted

@@ -11,7 +11,9 @@ import hashlib
 import importlib
 import importlib.util
 import os
-from collections.abc import Generator
+import textwrap
+import time
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +23,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from .._avals import PyTree, describe_leaf, is_key
-from .._errors import CheckpointFault, Fault, Misuse, Row, expect, expect_int
+from .._errors import CheckpointFault, Fault, Misuse, Row, expect, expect_int, warn_user
 from .._tree import leaves_with_path
 from .._types import Checkpoint
 
@@ -38,6 +40,11 @@ def check_checkpoint(given: Any) -> Checkpoint:
         return Checkpoint(folder)
     expect_int(given.every, "every", "It counts parts.", least=1, small="`every=1` saves after each part.")
     expect_int(given.keep, "keep", "It counts checkpoints.", least=1, small="`keep=1` keeps the last one alone.")
+    skips = "True continues from an older checkpoint if newer ones cannot be read."
+    expect(isinstance(given.skip_damaged, bool), "skip_damaged", "True or False", given.skip_damaged, skips)
+    if given.skip_damaged and jax.process_count() > 1:
+        says = "{call}: `skip_damaged` is for a run of one process: others may have read what this one cannot."
+        raise Misuse(says, "Leave it out. The error names the checkpoints to delete.")
     return given
 
 
@@ -152,26 +159,30 @@ class Folder:
         except Fault:
             raise
         except Exception as error:
-            said = (error.strerror if isinstance(error, OSError) else None) or str(error).strip()
-            reason = said.splitlines() or [type(error).__name__]
             raise CheckpointFault(
-                f"{{call}}: the folder `{self.settings.folder}` of checkpoints could not be {what}: {reason[0]}",
-                f"{self.says_what_is_kept()} Make room, or choose a folder to which this process may write.",
+                f"{{call}}: the folder `{self.settings.folder}` of checkpoints could not be {what}: {_reason(error)}",
+                f"{self.says_what_is_kept()} Make room, or choose a folder to which this process may write.".lstrip(),
                 cause=error,
             ) from None
 
     def says_what_is_kept(self) -> str:
-        """From where the same call continues."""
+        """From where the same call continues; empty if that is not known."""
         there = list[int]()
         with contextlib.suppress(Exception):
             self._manager.wait_until_finished()
-        with contextlib.suppress(Exception):
+        try:
             self._manager.reload()
             there += self._manager.all_steps()
-        after = self._steps.get(max(there, default=-1))
-        if after is None:
+        except Exception:
+            return ""
+        if not there:
             return "There is no checkpoint yet."
+        if (after := self._steps.get(max(there))) is None:
+            return f"The newest checkpoint is {self._named(max(there))}."
         return f"`{self.settings.folder}` has a checkpoint after {after} steps: the same call continues there."
+
+    def _named(self, step: int) -> str:
+        return f"`{os.path.join(os.fspath(self.settings.folder), str(step))}`"
 
     def is_due(self, number: int) -> bool:
         """Whether a checkpoint follows this part."""
@@ -181,14 +192,60 @@ class Folder:
         """The last checkpoint, its carry like `init`; None: there is none.
 
         Raises:
-            Fault: for a `CheckpointError` if it is one of another program.
+            Fault: for a `CheckpointError` if it is one of another program, or if it is damaged and not to be skipped.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            return None
+        damaged = dict[int, Exception]()
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                saved = self._read(step, init)
+            except Fault:
+                raise
+            except Exception as error:
+                damaged[step] = error
+                if jax.process_count() > 1:  # the others may have read it
+                    break
+                continue
+            if damaged and not self.settings.skip_damaged:
+                raise self._damaged(damaged, step, saved)
+            if damaged:
+                self._put_aside(damaged, step, saved)
+            return saved
+        if damaged:
+            raise self._damaged(damaged)
+        return None
+
+    def _damaged(self, damaged: dict[int, Exception], step: int = -1, saved: Saved | None = None) -> Fault:
+        """The error for checkpoints that cannot be read, the newest of which is the first; `step` is a whole one."""
+        newest = next(iter(damaged))
+        names = " and ".join(map(self._named, damaged))
+        cure = "No whole one is left. To begin again, delete the folder, or choose another one."
+        if older := [number for number in self._manager.all_steps() if number < min(damaged)]:
+            cure = f"To continue from {self._named(max(older))}, the newest of the older ones, delete {names}."
+        if saved is not None:
+            cure = (
+                f"{self._named(step)} is whole, after {saved.steps} steps. To continue from there, pass "
+                f"`treescan.Checkpoint(folder, skip_damaged=True)`, or delete {names}."
+            )
+        says = f"{{call}}: the checkpoint {self._named(newest)} could not be read: {_reason(damaged[newest])}"
+        return CheckpointFault(says, f"It may be damaged, or not be this run's. {cure}", cause=damaged[newest])
+
+    def _put_aside(self, damaged: Iterable[int], step: int, saved: Saved) -> None:
+        """Renames checkpoints that cannot be read, so that this run can write its own in their places."""
+        with self._writing("written"):
+            for number in damaged:
+                there = self._manager.directory / str(number)
+                there.rename(self._manager.directory / f"{number}.damaged-{time.time_ns()}")
+            self._manager.reload()
+        names = " and ".join(map(self._named, damaged))
+        warn_user(
+            f"Checkpoints that could not be read were renamed, {names}. The run continues from {self._named(step)}, "
+            f"after {saved.steps} steps.",
+            UserWarning,
+        )
+
+    def _read(self, step: int, init: PyTree) -> Saved:
         args = self._orbax.args
-        with self._writing("read"):
-            about: dict[str, Any] = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+        about: dict[str, Any] = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
         self._refuse_another(about)
         leaves, structure = jax.tree.flatten(init)
         like = {
@@ -196,13 +253,13 @@ class Folder:
             "last": [_target(None, type_) for type_ in about["last"]],
             "_": np.zeros(1),
         }
-        with self._writing("read"):
-            found = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(like))).state
+        found = self._manager.restore(step, args=args.Composite(state=args.StandardRestore(like))).state
         pairs = zip(leaves, found["carry"], about["carry"], strict=True)
         carry = jax.tree.unflatten(structure, [_like(leaf, value, type_) for leaf, value, type_ in pairs])
         last = [_like(None, value, type_) for value, type_ in zip(found["last"], about["last"], strict=True)]
-        self._steps[step] = about["steps"]
-        return Saved(carry, last, *(about[name] for name in ("done", "steps", "source", "finished")))
+        saved = Saved(carry, last, *(about[name] for name in ("done", "steps", "source", "finished")))
+        self._steps[step] = saved.steps
+        return saved
 
     def save(self, saved: Saved) -> None:
         """Writes a checkpoint, in another thread: the carry is copied to the host before this returns."""
@@ -246,6 +303,13 @@ def folder_of(checkpoint: Any, init: PyTree, **options: Any) -> Folder:
     return Folder(
         check_checkpoint(checkpoint), said | {p: describe_leaf(leaf) for p, leaf in leaves_with_path("init", init)}
     )
+
+
+def _reason(error: Exception) -> str:
+    """What the system, or orbax, says of a folder, in a line or two."""
+    kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+    said = (error.strerror if isinstance(error, OSError) else None) or f"{kind}{error}".strip() or type(error).__name__
+    return textwrap.shorten(said.splitlines()[0], 200, placeholder=" ...")
 
 
 def _said(value: Any) -> str:

@@ -180,8 +180,16 @@ class _Sliced:
         checked, starts = _Checked(), range(0, self.length, self.chunk)
         for number, start in list(enumerate(starts[::-1] if self.reverse else starts))[done:]:
             steps = min(self.chunk, self.length - start)
-            with _noted(start):
-                part = self.take(start, steps)
+            try:
+                with _noted(start):
+                    part = self.take(start, steps)
+            except StopIteration as end:  # in a generator, as this is, Python makes a RuntimeError of it
+                raise Misuse(
+                    f"{{call}}: the source ended at step {start}, but `length` is {self.length}. It raised "
+                    f"StopIteration for ({start}, {steps}).",
+                    "It is called for each part, and returns its steps. An iterator over parts is a source itself.",
+                    cause=end,
+                ) from None
             if part is None and self.take is not _nothing:
                 raise Misuse(
                     f"{{call}}: the source returned None for ({start}, {steps}).",
