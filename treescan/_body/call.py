@@ -16,7 +16,8 @@ import jax.tree_util as jtu
 from .._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf, describe_node, dtype_of, shape_of
 from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
 from .._flax import holds, module_classes, variable_classes
-from .._loop.loop import Body, Feed, wrapped_parameters
+from .._loop.feed import Feed
+from .._loop.loop import Body, wrapped_parameters
 from .._loop.run import keeps_named_pairs
 from .._tree import holds_arrays, is_static, leaves_with_path, same_structure, thaw_static
 from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries

@@ -354,10 +354,10 @@ def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
         return sizes, budget.Cut(sizes, again)
     loop, levels = plan(in_rounds(loop))
-    levels = [level for level in levels if level.size < loop.length]
+    parts = [level for level in levels if level.size < loop.length]
     again = _recomputes_steps(loop.step)
-    recomputed = tuple(level.size for level in levels if recomputes(level.around))
-    return tuple(level.size for level in levels), budget.Cut(recomputed, again)
+    recomputed = tuple(level.size for level in parts if recomputes(level.around))
+    return tuple(level.size for level in parts), budget.Cut(recomputed, again)
 
 
 def _recomputes_steps(step: Any) -> bool:

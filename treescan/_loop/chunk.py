@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import PyTree
-from .feed import Slot, slots_of
-from .loop import Feed, Loop, Step
+from .feed import Feed, Slot, slots_of
+from .loop import Loop, Step
 from .run import in_one_mesh, run
 from .sizes import Around
 

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
-from .loop import Body, Feed, Loop, Step, is_jit_disabled
+from .feed import Feed
+from .loop import Body, Loop, Step, is_jit_disabled
 from .replaced import in_step, lax_scan, own_scan
 
 

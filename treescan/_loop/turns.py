@@ -12,7 +12,8 @@ import jax
 
 from .._avals import PyTree, TreeDef
 from .._errors import speaking_of
-from .loop import Body, Feed, Step
+from .feed import Feed
+from .loop import Body, Step
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
 from .._errors import ArgumentTypeError, BodyFault, named_options, speaking_of
-from .._loop.loop import Body, Feed, Loop, Memo, Step
+from .._loop.feed import Feed
+from .._loop.loop import Body, Loop, Memo, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 
 from .._avals import PyTree, is_key
-from .._loop.loop import Feed, Loop, Step
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step
 from .._loop.run import checks_key_reuse
 from .._tree import map_leaves
 

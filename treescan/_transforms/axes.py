@@ -13,7 +13,8 @@ import jax.tree_util as jtu
 
 from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, describe_leaf, shape_of
 from .._errors import ArgumentError, Fault, Misuse, Row, TreescanError, expect
-from .._loop.loop import Feed, Loop, Step
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step
 from .._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, map_leaves, merge, path_str, split
 from .._types import Axes
 from .transform import Stage, Transform

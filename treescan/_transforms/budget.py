@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from .._avals import PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
-from .._loop.loop import Feed, Step
+from .._loop.feed import Feed
+from .._loop.loop import Step
 from .._text import Section, page, table
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of

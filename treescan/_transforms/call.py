@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
-from .._loop.loop import Body, Feed, Loop, Memo, in_turn
+from .._loop.feed import Feed
+from .._loop.loop import Body, Loop, Memo, in_turn
 
 
 @dataclass(frozen=True)

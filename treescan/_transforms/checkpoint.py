@@ -16,7 +16,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
 from .._loop.chunk import RunChunk
-from .._loop.loop import Feed, Loop, Step
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step
 from .._trace.equations import called, holds, jaxprs_within
 from .._trace.hoist import Hoisted, is_rewriting, smooth_part
 from .._types import Remat

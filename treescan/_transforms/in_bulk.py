@@ -26,7 +26,8 @@ from .._avals import Array, PyTree, bytes_of, elements, is_sharded, place_like, 
 from .._cpu import backend
 from .._cpu.rows import as_one_matrix, is_computed_by_each_reader, written
 from .._loop.chunk import RunChunk
-from .._loop.loop import Feed, Loop, Memo, Step
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Memo, Step
 from .._loop.run import run
 from .._trace.cost import count_operations
 from .._trace.equations import (

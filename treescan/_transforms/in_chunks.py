@@ -25,7 +25,8 @@ from .._avals import (
 from .._body.call import call_body, check_arrays
 from .._body.signature import CHUNK_MAP, annotated
 from .._errors import BodyFault, Row
-from .._loop.loop import Body, Feed, Loop, Result, Step, is_untraced
+from .._loop.feed import Feed
+from .._loop.loop import Body, Loop, Result, Step, is_untraced
 from .._trace.hoist import traced
 from .._tree import Prefix, leaves_with_path, merge, split, thaw_static
 from .axes import move_outputs, spread_axes

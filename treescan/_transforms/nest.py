@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from .._avals import PyTree
 from .._loop.chunk import Level, run_chunked
-from .._loop.loop import Feed, Loop, Memo, Result, Step, is_untraced
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Memo, Result, Step, is_untraced
 from .._loop.sizes import Wish, plan_sizes
 from .._loop.turns import Turns
 from .._trace.hoist import Hoisted, traced

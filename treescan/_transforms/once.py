@@ -14,7 +14,8 @@ from jax.core import eval_jaxpr
 
 from .._avals import PyTree, as_arrays, describe_leaf
 from .._errors import BodyFault, Fault, Row
-from .._loop.loop import Feed, Loop, Step, is_jit_disabled
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
 from .._trace.hoist import Hoisted, flatten_only, hoist

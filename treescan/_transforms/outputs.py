@@ -15,8 +15,8 @@ import numpy as np
 from .._avals import Array, PyTree, as_arrays, describe_traced, exact_int, is_weak, place_like
 from .._errors import ArgumentError, Misuse, expect
 from .._loop.chunk import Level, RunChunk, as_step, run_chunked
-from .._loop.feed import of_steps
-from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
+from .._loop.feed import Feed, of_steps
+from .._loop.loop import Loop, Paced, Step, is_untraced
 from .._loop.sizes import Wish
 from .._trace.hoist import one_step, traced
 from .._tree import Prefix, split

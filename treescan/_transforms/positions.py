@@ -13,7 +13,8 @@ import numpy as np
 
 from .._avals import Array, PyTree, describe_argument, place_like, stacked_type, vary_over, varying_axes
 from .._errors import Misuse, TypeMisuse
-from .._loop.loop import Feed, Loop, Result, Step, is_untraced
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Result, Step, is_untraced
 from .._trace.hoist import traced
 from .._tree import Prefix
 from .._types import Save

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import PyTree, elements
-from .._loop.loop import Feed, Step
+from .._loop.feed import Feed
+from .._loop.loop import Step
 from .._trace.dependence import dependent
 from .._trace.equations import (
     PRODUCTS,

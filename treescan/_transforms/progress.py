@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree, as_arrays, describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect, noted
-from .._loop.feed import Slot
-from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
+from .._loop.feed import Feed, Slot
+from .._loop.loop import Body, Loop, Memo, Paced, Step, is_untraced
 from .._loop.sizes import Around, Wish
 from .._progress import (
     FEW,

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from .._avals import Array, LeafAxes, PyTree, exact_int
 from .._errors import ArgumentError, Misuse, expect
-from .._loop.feed import Slot
-from .._loop.loop import Feed, Loop, Step, is_untraced
+from .._loop.feed import Feed, Slot
+from .._loop.loop import Loop, Step, is_untraced
 from .._trace.hoist import fixed_leaves, flattened, lifted, traced
 from .._tree import split
 from .call import Arguments, Call

@@ -211,8 +211,9 @@ def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
     spread, xs = call.convention.spread, given.xs
     if spread:  # the layers, beside which there may be xs and a state
         (xs,) = xs if len(xs) == 1 else (None,)
-    steps = {(shape_of(leaf) or (None,))[0] for leaf in jax.tree.leaves(given.init)}
-    if not jax.tree.leaves(xs) or len(steps) != 1 or None in steps:
+    shapes = [shape_of(leaf) for leaf in jax.tree.leaves(given.init)]
+    steps = {shape[0] for shape in shapes if shape}
+    if not jax.tree.leaves(xs) or len(steps) != 1 or not all(shapes):
         return
     exchanged = given._replace(init=xs, xs=(given.init,) if spread else given.init)
     try:

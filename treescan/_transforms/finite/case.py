@@ -18,7 +18,8 @@ import numpy as np
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument
 from ..._body.carry import read_carries
 from ..._errors import Fault, Misuse, TypeMisuse, named_options
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step
 from ..._trace.blame import MADE, UNSURE, Operation
 from ..._trace.hoist import Hoisted, is_smooth
 from ..._tree import merge, thaw_static

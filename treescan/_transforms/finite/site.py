@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_like, shard, spec_parts
 from ..._loop.chunk import Level, run_chunked
-from ..._loop.loop import Feed, Loop, Memo, Step, in_turn
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Memo, Step, in_turn
 from ..._trace.blame import Blame, becomes_bad
 from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift
 from ..._tree import leaves_with_path, merge, split

@@ -15,8 +15,8 @@ from ..._avals import Array, LeafAxes, PyTree, in_mesh, is_key, is_sharded, mesh
 from ..._cpu import writes
 from ..._cpu.rows import gather_rows
 from ..._errors import BodyFault, Fault, Misuse, Row, TreescanError
-from ..._loop.feed import slots_of
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.feed import Feed, slots_of
+from ..._loop.loop import Loop, Step
 from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._tree import leaves_with_path, map_leaves

@@ -25,7 +25,8 @@ from ..._avals import (
     varying_axes,
 )
 from ..._errors import Misuse, TypeMisuse
-from ..._loop.loop import Feed, Loop, Result, Step, is_untraced
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Result, Step, is_untraced
 from ..._tree import Prefix, leaves_with_path, map_leaves
 from ..axes import spread_prefix
 from ..call import Arguments, Call

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import jax
 
 from ..._avals import Array, PyTree, stacked_type, vary_over, varying_axes
-from ..._loop.loop import Feed, Loop
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop
 from ..._trace.hoist import Unproven, push_plainly
 from ..checkpoint import is_remat3
 from ..nest import plan

@@ -21,7 +21,8 @@ from jax.core import Tracer
 
 from ..._avals import Array, LeafAxes, PyTree
 from ..._cpu.rows import gather_rows, in_one_place, written
-from ..._loop.loop import Feed, Loop, Step, is_untraced, within
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step, is_untraced, within
 from ..._tree import Prefix, map_leaves
 from ..checkpoint import decides
 from ..transform import Stage, Transform

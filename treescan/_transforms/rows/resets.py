@@ -36,8 +36,8 @@ from ..._avals import (
 )
 from ..._body.carry import agree
 from ..._errors import Fault, Misuse, Row, noted
-from ..._loop.feed import Slot
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.feed import Feed, Slot
+from ..._loop.loop import Loop, Step
 from ..._tree import Prefix, is_static, path_str
 from ...carries._base import is_carry
 from ...carries._registry import Adopted, adopt, kind_of

@@ -29,7 +29,8 @@ from jax.core import eval_jaxpr
 
 from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
-from ..._loop.loop import Feed, Loop, Memo, Step
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Memo, Step
 from ..._trace.dependence import dependent
 from ..._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like

@@ -16,7 +16,8 @@ import jax
 
 from ..._avals import PyTree, is_key, promoted
 from ..._cpu import backend
-from ..._loop.loop import Feed, Loop, Step, is_untraced
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step, is_untraced
 from ..._loop.sizes import LARGEST, Around, Wish, chunk_size
 from ..._trace.hoist import is_rewriting
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled

@@ -13,7 +13,8 @@ import numpy as np
 from ..._avals import Array, PyTree
 from ..._cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_steps
 from ..._loop.chunk import RunChunk, as_step
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step
 from ..._loop.run import run
 from ..in_bulk import with_early_products, without_early_products
 from .axes import RowAxes

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from ..._avals import Array, PyTree, place_like, vary_over
 from ..._loop.chunk import run_chunked
-from ..._loop.loop import Feed, Loop, Step, within
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step, within
 from ..._loop.sizes import Around
 from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
 from ..in_bulk import MappedLater

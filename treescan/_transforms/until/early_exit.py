@@ -18,7 +18,8 @@ import jax.numpy as jnp
 
 from ..._avals import Array, LeafAxes, PyTree, is_sharded, place_like, vary_over
 from ..._loop.chunk import Level
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step
 from ..._loop.sizes import Wish, chunk_size, plan_sizes
 from ..._tree import Prefix, merge
 from ..._types import Remat

@@ -16,7 +16,8 @@ import numpy as np
 from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
 from ..._errors import BodyFault, Misuse
-from ..._loop.loop import Body, Feed, Loop, Step, is_untraced
+from ..._loop.feed import Feed
+from ..._loop.loop import Body, Loop, Step, is_untraced
 from ..._tree import Prefix, map_leaves
 from ..axes import count_from
 from ..rows.axes import RowFlags

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ..._avals import Array, PyTree
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step
 from ..._loop.sizes import Around
 from ..._progress import MOST, Reporter, Tick, probes_of
 from ..progress import Showing

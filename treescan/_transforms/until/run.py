@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from ..._avals import PyTree, as_arrays, place_like, vary_over, varying_axes
 from ..._errors import explain
-from ..._loop.loop import Feed, Loop, Memo, Result, is_untraced
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Memo, Result, is_untraced
 from ..._loop.run import debugs_nans, run
 from ..._trace.equations import is_for_data_alone
 from ..outputs import ALL, emitting

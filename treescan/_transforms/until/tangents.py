@@ -20,8 +20,8 @@ import jax.numpy as jnp
 
 from ..._avals import Array, PyTree, vary_over
 from ..._loop.chunk import Level, as_step, run_chunked
-from ..._loop.feed import Slot
-from ..._loop.loop import Feed, Loop, Memo, Step
+from ..._loop.feed import Feed, Slot
+from ..._loop.loop import Loop, Memo, Step
 from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from ..._tree import Part
