@@ -197,7 +197,7 @@ def on_automatic_axes(function: Callable[..., Array], parts: Sequence[Any], *giv
 
 
 def _sharding(leaf: Any) -> Any:
-    return jax.typeof(leaf).sharding
+    return (leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)).sharding
 
 
 def set_mesh() -> Any:

@@ -132,3 +132,38 @@ def test_without_check_vma_nothing_is_skipped():
     ran, got = noted(RAN, lambda: unchecked(*data()))
     assert ran == [2] * STEPS * DEVICES
     chex.assert_trees_all_close(got, inside(run, body=reducing, chunk=0)(*data()), rtol=1e-5)
+
+
+# Products of a chunk
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_gradient_of_weights_is_summed_once_per_chunk(kind):
+    """Not in each step; and once per call where they vary before the loop within `shard_map`."""
+
+    def lstm(w, carry, x):
+        h, s = carry
+        i, f, o, g = jnp.split(x @ w[:32] + h @ w[32:], 4, -1)
+        s = jax.nn.sigmoid(f) * s + jax.nn.sigmoid(i) * jnp.tanh(g)
+        h = jax.nn.sigmoid(o) * jnp.tanh(s)
+        return (h, s), h
+
+    def of_weights(w, xs, lengths):
+        init = (jnp.zeros_like(xs[0]),) * 2
+        _, ys = treescan.mask_scan(functools.partial(lstm, w), init, xs, lengths=lengths, chunk=8)
+        return jnp.sum(ys**2)
+
+    def local(w, xs, lengths):
+        return jax.lax.psum(of_weights(jax.lax.pcast(w, "i", to="varying"), xs, lengths), "i")
+
+    rng = np.random.default_rng(0)
+    args = rng.normal(size=(64, 128)).astype("f") / 8, rng.normal(size=(32, 16, 32)).astype("f"), LENGTHS * 6
+    mesh, specs = mesh_of(kind), (P(), *SPECS[1:])
+    given = [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(args, specs, strict=True)]
+    over_devices = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    expected = jax.jit(jax.grad(of_weights))(*args)
+    for function, within in ((of_weights, [1]), (over_devices, [])):
+        chex.assert_trees_all_close(jax.device_get(jax.jit(jax.grad(function))(*given)), expected, rtol=1e-4, atol=1e-5)
+        texts = Program(jax.grad(function), *given).loops()
+        # A loop over chunks has the text of the loops in it too: a sum in each step would be found twice.
+        assert [text.count(" all-reduce(") for text in texts if " all-reduce(" in text] == within

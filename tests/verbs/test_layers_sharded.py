@@ -142,6 +142,27 @@ def test_a_stack_that_is_split_over_its_layers_can_be_taken_apart():
     assert len(treescan.unstack(split)) == 8
 
 
+def test_a_step_that_gathers_takes_the_memory_of_one_by_hand():
+    mesh = mesh_of()
+    layers = jax.ShapeDtypeStruct((16, 256, 256), "f4", sharding=NamedSharding(mesh, P(None, "d")))
+    x = jax.ShapeDtypeStruct((64, 256), "f4", sharding=NamedSharding(mesh, P("d")))
+
+    def gathering(w, x):
+        return x + jnp.tanh(x @ jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())))
+
+    def by_hand(x, layers):
+        return jax.lax.scan(lambda x, w: (jax.checkpoint(gathering)(w, x), None), x, layers)[0]
+
+    def ours(x, layers):
+        return treescan.fold_layers(gathering, x, layers, remat="step")
+
+    got, want = (
+        Program(jax.grad(lambda layers, x, run=run: jnp.mean(run(x, layers) ** 2)), layers, x).temp_bytes
+        for run in (ours, by_hand)
+    )
+    assert got <= want
+
+
 # A pattern with a remainder
 
 

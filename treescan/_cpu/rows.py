@@ -81,7 +81,7 @@ def as_one_matrix(stacked: Array, leading: int) -> Array:
     axes: with several of them, XLA's CPU backend copies what the transposed product reads. A step whose rows are
     spread over devices must not be hurt: axes that are joined cannot be spread.
     """
-    if not in_one_place():
+    if not in_one_place(stacked):
         return stacked
     return stacked.reshape(math.prod(stacked.shape[:leading]), *stacked.shape[leading:])
 

@@ -252,8 +252,8 @@ def _why_separate(case: Case, body: TracedBody) -> tuple[str, str] | None:
             "Keep all of them, if there is enough memory, or fewer.",
         ),
         (
-            any(is_sharded(leaf.value) for leaf in (*body.x, *body.carry) if spec_of(leaf.value)),
-            "the carry or xs is sharded over an explicit mesh",
+            all(is_sharded(var.aval) for _, var, reading in constants_of(body) if is_weight(reading)),
+            "the weights are sharded over an explicit mesh",
             "Run the loop within `jax.shard_map`.",
         ),
     ]

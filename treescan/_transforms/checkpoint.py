@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
+from .._avals import PyTree, devices_of, is_key, is_mutable, is_sharded, varying_axes
 from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step
@@ -195,7 +195,10 @@ class Checkpointed:
             policy = SaveDecisions(policy)
         if self.offload is not None and self.looped:
             step, policy = _Named(step), _offloading(policy, self.offload)
-        return checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
+        # On several devices, what is recomputed may gather weights. Without the barrier, XLA's CPU backend gathers them
+        # in another layout, and copies each gathered weight.
+        kept_apart = not self.looped or devices_of((consts, state, feed)) > 1
+        return checkpoint(step, prevent_cse=kept_apart, policy=policy)(consts, state, feed)
 
 
 def is_remat3() -> bool:

@@ -22,7 +22,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_batching import custom_vmap
 from jax.custom_derivatives import SymbolicZero
 
-from .._avals import Array, PyTree, bytes_of, elements, is_sharded, place_like, varying_axes
+from .._avals import Array, PyTree, bytes_of, elements, place_like, stacked_type, vary_over, varying_axes
 from .._cpu import backend
 from .._cpu.rows import as_one_matrix, is_computed_by_each_reader, written
 from .._loop.chunk import RunChunk
@@ -328,7 +328,8 @@ def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
 
 
 def _zeros(length: int, aval: Any) -> Array:
-    return place_like(jnp.zeros((length, *aval.shape), aval.dtype), aval)
+    stacked = stacked_type(aval, length)
+    return vary_over(place_like(jnp.zeros(stacked.shape, stacked.dtype), stacked), varying_axes(aval))
 
 
 _MIXED = -1
@@ -591,9 +592,6 @@ def with_early_products(loop: Loop) -> tuple[RestOfStep | AllOfStep, PyTree]:
 
 
 def _split_of(loop: Loop) -> Split | None:
-    sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
-    if sharded:
-        return None
     one = one_step(loop.xs)
     key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
     return (loop.memo or Memo())(key, lambda: products_of_step(loop.step, loop.consts, loop.state, one))

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import PyTree, elements
+from .._avals import PyTree, elements, is_sharded
 from .._loop.feed import Feed
 from .._loop.loop import Step
 from .._trace.dependence import dependent
@@ -27,9 +27,9 @@ from .._trace.equations import (
     called,
     equations_within,
     has_reverse_rule,
+    holds,
     inlined,
     needed,
-    reshards,
     variables_of,
 )
 from .checkpoint import is_decision
@@ -62,6 +62,7 @@ _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
 _SELECT = frozenset({"max", "min", "reduce_max", "reduce_min", "sort"})
 """Primitives whose derivative compares their operands with their result."""
 
+_OTHER_MESH = frozenset({"mesh_cast"})
 _INLINED = frozenset({"jit"})
 _CALLS = _INLINED | {"custom_jvp_call"}
 
@@ -139,7 +140,7 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
     jaxpr = traced.jaxpr
-    if traced.effects or not _holds_products(jaxpr) or has_reverse_rule(jaxpr) or reshards(jaxpr):
+    if traced.effects or not _holds_products(jaxpr) or has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH):
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):
         traced = inlined(traced.jaxpr, traced.consts, list(itertools.chain(*groups)), _inlined)
@@ -243,6 +244,8 @@ class _Found:
             if pair.same in self.same
             and pair.other not in self.same
             and jnp.issubdtype(pair.same.aval.dtype, jnp.inexact)
+            and not is_sharded(pair.same.aval)
+            and pair.equation.params.get("out_sharding") is None
         ]
 
     def early(self, least: int = 0) -> list[Any]:

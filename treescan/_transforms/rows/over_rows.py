@@ -137,7 +137,8 @@ class OverRows(Transform):
 
     def _axes(self, loop: Loop, batch: tuple[int, ...], in_axes: LeafAxes | None) -> tuple[LeafAxes, ...]:
         """Where the rows of a batch are: in the carry, in what is sliced of x, and in what is given whole."""
-        (carry, x), axes = loop.names, (0,) * len(jax.tree.leaves(loop.state))
+        carry, x = loop.names
+        axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
         if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
             axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
         return axes, *rows_of_x(loop.xs.x, self.x_axes, in_axes, x, batch)
