@@ -294,6 +294,13 @@ def exact_int(value: Any) -> int | None:
         return None
 
 
+def clamped(value: Array, most: int = 2**31 - 1) -> Array:
+    """An int of any type as int32, between 0 and `most`: a cast alone would wrap."""
+    limit = min(most, int(jnp.iinfo(value.dtype).max))
+    least, largest = (np.array(bound, value.dtype) for bound in (0, limit))
+    return jax.lax.clamp(least, value, largest).astype(jnp.int32)
+
+
 def elements(aval: Any) -> int:
     """How many elements a value of this type has; a size that is a symbol counts as 1."""
     return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))

@@ -118,6 +118,14 @@ def test_blocks_that_take_turns(reverse: bool) -> None:
         assert_same(in_parts(run, THIRDS, reverse=reverse, save=save), whole)
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.int32])
+def test_a_traced_offset_below_0_counts_as_0(dtype: Any) -> None:
+    part = slice(0, 4)
+    for run in (VERBS["scan"], VERBS["mask_scan"]):
+        below = jax.jit(lambda offset, run=run: run(INIT, part, offset=offset))(np.iinfo(dtype).min)
+        assert_same(below, jax.jit(lambda run=run: run(INIT, part, offset=0))())
+
+
 @pytest.mark.parametrize("verb", ["scan", "mask_scan", "scan_layers", "while_scan"])
 def test_one_program_for_all_parts(verb: str) -> None:
     """Under `jax.jit` the offset is traced. Eagerly an int, of NumPy too, does not compile again either."""

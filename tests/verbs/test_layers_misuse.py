@@ -109,8 +109,8 @@ def test_empty_trees() -> None:
 # --- the number of a layer --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("i, nearest", [(3, 3), (4, 3), (-1, 3), (-4, 0), (-5, 0)])
-def test_a_traced_number_out_of_range_is_moved_to_the_nearest(i: int, nearest: int) -> None:
+@pytest.mark.parametrize("i, nearest", [(3, 3), (4, 3), (-1, 3), (-4, 0), (-5, 0), (np.uint32(3e9), 3)])
+def test_a_traced_number_out_of_range_is_moved_to_the_nearest(i: Any, nearest: int) -> None:
     equal(jax.jit(layer_at)(NUMBERS, i), {"b": jnp.float32(nearest)})
     changed = jax.jit(set_layer)(NUMBERS, i, {"b": jnp.float32(9)})
     equal(changed, {"b": NUMBERS["b"].at[nearest].set(9.0)})

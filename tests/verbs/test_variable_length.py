@@ -77,6 +77,8 @@ def test_traced_lengths_that_int32_does_not_hold_are_clamped():
             most = np.iinfo(dtype).max
             for options in ({}, {"offset": 0}):
                 assert_bitwise(run(np.array([most, 3], dtype), **options), run(np.array([T, 3]), **options))
+    least = np.array([-(2**31), 3], np.int32)
+    assert_bitwise(run(least, offset=2), run(np.array([0, 3]), offset=2))
 
 
 @pytest.mark.parametrize("steps", [0, 1])

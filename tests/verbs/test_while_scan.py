@@ -142,6 +142,9 @@ def test_the_indices_of_traced_bounds(reverse):
     assert int(total(jnp.int8(-100), jnp.int16(250))) == sum(range(-100, 250))  # beyond the type of the first
     far = jnp.iinfo(jnp.int32)
     assert int(traced(far.min, far.max)) == int(traced(far.min, far.min + 4))
+    for lower, upper, taken in ((np.uint32(0), np.uint32(3e9), 400), (-1, np.uint32(3e9), 400), (np.uint32(3e9), 5, 0)):
+        count = jax.jit(lambda *bounds: fori(*bounds, lambda _, c: c + 1, 0, reverse=reverse, max_length=400))
+        assert int(count(lower, upper)) == taken
 
 
 @pytest.mark.devices

@@ -306,7 +306,8 @@ def _check_number(i: Any, count: int) -> int | Array:
     number = exact_int(i)
     if number is None:
         if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
-            return i.astype(jnp.int32)  # a smaller type may not hold the number of layers
+            # A smaller type may not hold the number of layers; a larger one would wrap.
+            return i.astype(jnp.int32) if i.dtype.itemsize < 4 else i
         several = (
             "Give one int, or an int array of shape []. For several layers, index the leaves, "
             "`jax.tree.map(lambda leaf: leaf[i], stacked)`."

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from ..._avals import (
     Array,
+    clamped,
     describe_argument,
     describe_traced,
     dtype_of,
@@ -71,16 +71,13 @@ def _lengths_of_part(lengths: Any, steps: int, offset: Any) -> Array:
     lengths = jnp.asarray(check_lengths(lengths, steps, is_part=offset is not None))
     if offset is None:
         return _narrowed(lengths) if isinstance(lengths, Tracer) else lengths
-    left = jnp.maximum(_narrowed(lengths).astype(jnp.int32) - offset, 0)
+    left = jnp.maximum(clamped(lengths) - offset, 0)
     return jnp.minimum(left, steps) if isinstance(steps, int) else left
 
 
 def _narrowed(lengths: Array) -> Array:
     """Lengths of a type that int32 holds: larger ones would wrap in a cast. There are never so many steps."""
-    if jnp.iinfo(lengths.dtype).max < 2**31:
-        return lengths
-    least, most = (np.array(limit, lengths.dtype) for limit in (0, 2**31 - 1))
-    return jax.lax.clamp(least, lengths, most).astype(jnp.int32)
+    return lengths if jnp.iinfo(lengths.dtype).max < 2**31 else clamped(lengths)
 
 
 def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False) -> Any:

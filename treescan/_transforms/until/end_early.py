@@ -45,7 +45,16 @@ class Bounds(NamedTuple):
         lower, upper = (jnp.asarray(bound) for bound in self)
         wide = any(bound.dtype.itemsize > 4 for bound in (lower, upper))
         signed, unsigned = (jnp.int64, jnp.uint64) if wide else (jnp.int32, jnp.uint32)
-        lower, upper = (jax.lax.convert_element_type(bound, signed) for bound in (lower, upper))
+        are_unsigned = all(jnp.issubdtype(bound.dtype, jnp.unsignedinteger) for bound in (lower, upper))
+        common = unsigned if are_unsigned else signed
+        largest = jnp.iinfo(common).max
+
+        def fitted(bound: Array) -> Array:
+            if jnp.iinfo(bound.dtype).max > largest:  # it would wrap
+                bound = jnp.minimum(bound, jnp.asarray(largest, bound.dtype))
+            return jax.lax.convert_element_type(bound, common)
+
+        lower, upper = fitted(lower), fitted(upper)
         apart = jax.lax.convert_element_type(upper - lower, unsigned)  # the difference may not fit the signed type
         within = jnp.minimum(apart, jnp.asarray(most, unsigned)).astype(jnp.int32)
         return jnp.where(upper > lower, within, jnp.zeros_like(within))
@@ -180,7 +189,9 @@ def _with_count(loop: Loop, bounds: Bounds | None, limit: Array) -> Loop:
         loop = dataclasses.replace(loop, xs=Feed(loop.xs.x))
         loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
     if bounds is not None:
-        loop = count_from(loop, bounds.first + limit - 1 if loop.reverse else bounds.first)
+        first, others = bounds.first, limit - 1
+        others = others if isinstance(first, int) else others.astype(jnp.result_type(first))
+        loop = count_from(loop, first + others if loop.reverse else first)
     return loop
 
 
