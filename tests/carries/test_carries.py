@@ -112,11 +112,6 @@ def moments_of(values):
 merge = jax.jit(Moments.merge)
 
 
-def test_moments_of_other_entries_are_not_merged():
-    with pytest.raises(ValueError, match=r"moments of float32\[3\] and of float32\[\] cannot be merged"):
-        carry_of(moments((3,)), Moments).merge(carry_of(moments(), Moments))
-
-
 @jax.jit
 def moments_of_first(xs, n):
     return carry_of(treescan.mask_scan(lambda _, x: (x, None), moments(), xs, lengths=n, chunk=0)[0], Moments)
@@ -258,20 +253,43 @@ def test_half_precision_moments_count_beyond_its_range() -> None:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: moments(dtype=int),
-        lambda: ema(5.0, 0.9, debias=True),
-        lambda: ema(0.0, 1.5),
+        lambda: moments(-1),
+        lambda: moments(dtype="none"),  # type: ignore[arg-type]
         lambda: ema(0.0, 0.9j),
-        lambda: clip_gradient(1.0, -1.0),
+        lambda: ema({"w": 0.0}, {"w": jnp.nan}),
+        lambda: clip_gradient(1.0, 1j),
         lambda: clip_gradient(1.0, max_norm=jnp.nan),
-        lambda: clip_gradient({"z": 1j}, 1.0),
-        lambda: buffer((), 3),
     ],
 )
-def test_starts_that_cannot_be(make: Any) -> None:
-    texts = r"floating-point|starts from 0|no leaves|between 0 and 1|at least 0|real numbers, got ~complex64"
-    with pytest.raises(ValueError, match=texts):
+def test_values_that_cannot_be(make: Any) -> None:
+    """The texts of others are golden."""
+    with pytest.raises(treescan.ArgumentError):
         make()
+
+
+@pytest.mark.parametrize("decay, seen", [(0.0, 3.0), (0.999, 2.0), (1.0, 7.0)])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_an_average_without_bias_starts_from_anything(decay: float, seen: float, dtype: Any) -> None:
+    """Where what comes has the weight 0, the start stays."""
+
+    @jax.jit
+    def run(start: Any) -> Any:
+        init = ema({"w": start}, {"w": jnp.float32(decay)}, debias=True)
+        return fold(lambda average, x: {"w": x}, init, jnp.array([1.0, 2.0, 3.0], dtype)).read()["w"]
+
+    npt.assert_allclose(run(jnp.asarray(7.0, dtype)), seen, rtol=2e-3)
+
+
+@pytest.mark.parametrize("limit", ["limit", "max_norm"])
+def test_a_traced_limit_below_0_counts_as_0(limit: str) -> None:
+    def gradient(bound: float) -> Any:
+        def loss(h: jax.Array, bound: Any) -> Any:
+            return jnp.sum(fold(lambda h, _: 3 * h, clip_gradient(h, **{limit: bound}), length=1).tree)
+
+        return jax.jit(jax.grad(loss))(jnp.ones(2), bound)
+
+    npt.assert_array_equal(gradient(-1.0), np.zeros(2, np.float32))
+    assert np.isnan(gradient(float("nan"))).all()
 
 
 def test_the_best_of_no_rows_stays() -> None:

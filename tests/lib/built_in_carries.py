@@ -24,7 +24,7 @@ from treescan.carries import (
     window,
 )
 
-DECAY, LIMIT, CAPACITY = 0.75, 0.3, 3
+DECAYS, LIMIT, CAPACITY = {"a": 0.75, "b": 0.5}, 0.3, 3
 
 
 class Case(NamedTuple):
@@ -80,14 +80,15 @@ def autoregression(start, _, xs):
 
 
 def averages(debias, start, _, xs):
-    transform = optax.ema(DECAY, debias)
-    value = {"a": start, "b": pair(start)}
-    value = jax.tree.map(jnp.zeros_like, value) if debias else value
-    state, seen = optax.EmaState(jnp.zeros((), jnp.int32), value), [value]
-    for x in xs:
-        with jax.numpy_dtype_promotion("standard"):  # which optax needs
-            average, state = transform.update({"a": x, "b": pair(x)}, state)
-        seen.append(average)
+    value, came = {"a": start, "b": pair(start)}, [{"a": x, "b": pair(x)} for x in xs]
+    seen = [dict(value) for _ in range(len(xs) + 1)]
+    for name, decay in DECAYS.items():
+        transform = optax.ema(decay, debias)
+        begin = jnp.zeros_like(value[name]) if debias else value[name]
+        state = optax.EmaState(jnp.zeros((), jnp.int32), begin)
+        for n, x in enumerate(came):
+            with jax.numpy_dtype_promotion("standard"):  # which optax needs
+                seen[n + 1][name], state = transform.update(x[name], state)
     return seen
 
 
@@ -163,8 +164,7 @@ def positives(_start, _, xs):
 
 def averaged(*, debias):
     def init(start, _):
-        value = {"a": start, "b": pair(start)}
-        return ema(jax.tree.map(jnp.zeros_like, value) if debias else value, DECAY, debias=debias)
+        return ema({"a": start, "b": pair(start)}, DECAYS, debias=debias)
 
     return Case(init, lambda _, x: {"a": x, "b": pair(x)}, lambda seen: seen, functools.partial(averages, debias))
 

@@ -52,8 +52,6 @@ case()(
     object_in_state=lambda one: fold_layers(lambda w, x: x, one, XS, state=State(one)),
     object_stacked=lambda one: stack([State(one), State(one)]),
     object_padded=lambda one: pad([State(np.ones(3))]),
-    object_as_y=lambda one: scan(lambda c, x: (c, State(x)), one, XS),
-    object_as_carry=lambda one: fold(lambda c, x: State(c), one, XS),
     object_changed_in_place=lambda one: scan(counts, Count(), XS),
     object_made_by_init_layers=lambda one: init_layers(twice, jax.random.key(0), 2),
     body_with_yield=lambda one: scan(generator, one, XS),
@@ -74,6 +72,10 @@ case()(
     unpad_packed=lambda one: treescan.unpad(treescan.pack([np.ones(2)])),
     pad_of_numbers=lambda one: pad([1.0, 2.0]),
     describe_of_lax_scan=lambda one: treescan.describe(jax.lax.scan, step, one, XS),
+)
+case(less=("disable_jit",))(  # where the message shows the values that the object holds
+    object_as_y=lambda one: scan(lambda c, x: (c, State(x)), one, XS),
+    object_as_carry=lambda one: fold(lambda c, x: State(c), one, XS),
 )
 case(less=("jit", "vmap", "grad"))(
     stream_of_a_range=lambda one: stream(step, 0.0, range(10), chunk=4),

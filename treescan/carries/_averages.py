@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
@@ -13,7 +14,8 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf, exact_int
-from .._errors import TypeMisuse, expect, named_options
+from .._errors import Misuse, TypeMisuse, expect, named_options
+from .._tree import PrefixMismatch, broadcast_prefix, describe_tree, leaves_with_path
 from ._base import AbstractCarry, as_seen
 from ._buffer import entries, fitted, inexact, is_shared, made, strong, widest
 
@@ -89,19 +91,21 @@ class Ema(AbstractCarry[Any, Any]):
     """The exponential moving average of what the body returns: value = decay * value + (1 - decay) * returned.
 
     With a weight, the body sees value / weight, weight = decay * weight + (1 - decay) from 0 on: the average
-    that is not biased towards its start (the bias correction of Adam: Kingma and Ba, 2015, section 3).
+    that is not biased towards its start (the bias correction of Adam: Kingma and Ba, 2015, section 3). The first step
+    drops the start from the value.
 
     A value that all rows of a `mask_scan` share is updated once per step, with the mean of the valid entries.
 
     Attributes:
         value: any pytree of floating-point arrays.
-        decay: a number, or an array that broadcasts against each leaf and has no rows; may be traced.
+        decay: a number, or an array that broadcasts against each leaf and has no rows; may be traced. A prefix tree of
+            the value has other decays for other leaves.
         weight: the same tree, or None.
         shared: whether all rows share it; None: leaves without axes are shared.
     """
 
     value: PyTree
-    decay: ArrayLike
+    decay: PyTree
     weight: PyTree = None
     shared: bool | None = field(default=None, metadata={"static": True})
 
@@ -113,24 +117,22 @@ class Ema(AbstractCarry[Any, Any]):
 
     def write(self, returned: PyTree, valid: Array | None) -> Ema:
         """One step of each average."""
+        decays = jax.tree.unflatten(
+            jax.tree.structure(self.value), broadcast_prefix(self.decay, self.value, "carry.value")
+        )
 
-        def step(old: Array, came: ArrayLike) -> Array:
-            return self._average(old, entries(came, old, valid, shared=self.shared).mean())
+        def step(old: Array, came: ArrayLike, decay: ArrayLike) -> Array:
+            return _average(old, entries(came, old, valid, shared=self.shared).mean(), decay)
 
-        new = jax.tree.map(step, self.value, returned)
         if self.weight is None:
-            return replace(self, value=new)
-        weight = jax.tree.map(lambda old: self._average(old, jnp.ones_like(old)), self.weight)
-        return replace(self, value=new, weight=weight)
+            return replace(self, value=jax.tree.map(step, self.value, returned, decays))
+        weight = jax.tree.map(lambda old, decay: _average(old, jnp.ones_like(old), decay), self.weight, decays)
 
-    def _average(self, old: Array, came: Array) -> Array:
-        decay = jnp.asarray(self.decay)  # computed in its precision: 0.999 is 1 in bfloat16
-        dtype = old.dtype if jnp.iscomplexobj(old) else widest(decay.dtype, old.dtype)
-        if not decay.weak_type:
-            decay = decay.astype(dtype)
-        if decay.ndim not in (0, old.ndim):
-            decay = jnp.broadcast_to(decay, old.shape)
-        return (decay * old.astype(dtype) + (1 - decay) * came.astype(dtype)).astype(old.dtype)
+        def without_start(old: Array, before: Array, now: Array) -> Array:
+            return jnp.where((before == 0) & (now != 0), jnp.zeros_like(old), old)
+
+        value = jax.tree.map(without_start, self.value, self.weight, weight)
+        return replace(self, value=jax.tree.map(step, value, returned, decays), weight=weight)
 
     def rows(self) -> Mapping[str, Any]:
         """Each leaf as `shared` has it; none in the decay."""
@@ -138,27 +140,39 @@ class Ema(AbstractCarry[Any, Any]):
         return {"value": axes, "decay": None, "weight": None if self.weight is None else axes}
 
 
+def _average(old: Array, came: Array, decay: ArrayLike) -> Array:
+    decay = jnp.asarray(decay)  # computed in its precision: 0.999 is 1 in bfloat16
+    dtype = old.dtype if jnp.iscomplexobj(old) else widest(decay.dtype, old.dtype)
+    if not decay.weak_type:
+        decay = decay.astype(dtype)
+    if decay.ndim not in (0, old.ndim):
+        decay = jnp.broadcast_to(decay, old.shape)
+    return (decay * old.astype(dtype) + (1 - decay) * came.astype(dtype)).astype(old.dtype)
+
+
 @overload
-def ema(start: float, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Array: ...
+def ema(start: float, decay: PyTree, *, debias: bool = False, shared: bool | None = None) -> Array: ...
 @overload
-def ema(start: T, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> T: ...
+def ema(start: T, decay: PyTree, *, debias: bool = False, shared: bool | None = None) -> T: ...
 @named_options
-def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Any:
+def ema(start: Any, decay: PyTree, *, debias: bool = False, shared: bool | None = None) -> Any:
     """Carries the exponential moving average of what the body returns.
 
     Args:
         start: the average before the first step: any pytree of numbers or arrays.
-        decay: the weight of the past, between 0 and 1; a number or an array, traced or not.
-        debias: whether the body sees the average without its bias towards `start`, which must then be 0.
+        decay: the weight of the past, between 0 and 1; a number or an array, traced or not, or a prefix tree of `start`
+            with these. Traced decays are not checked: beyond 0 and 1 the same formula holds.
+        debias: whether the body sees the average of what it returned alone, without the share of `start`. Before the
+            first step, it sees `start`.
         shared: whether all rows of a `mask_scan` share the average: then the body returns entries [*batch, ...], and
             their mean over the valid rows counts; elsewhere their mean over all. None: leaves without axes are shared,
             others have rows; elsewhere than in rows the body returns a number for the former.
 
-    Raises:
-        ValueError: if `debias` is given with a start other than 0, or if the decay is not between 0 and 1.
-
     Returns:
         `Ema`, typed as the average that the body sees.
+
+    Raises:
+        ArgumentError: if a decay is not between 0 and 1, or the decays are no prefix tree of `start`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -171,14 +185,26 @@ def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | No
         0.875
     """
     value = jax.tree.map(inexact, start)
-    leaves = jax.tree.leaves(value)
     expect(isinstance(debias, bool), "debias", "True or False", debias, "True corrects the bias towards the start.")
-    if debias and not any(isinstance(leaf, Tracer) for leaf in leaves) and any(jnp.any(leaf != 0) for leaf in leaves):
-        raise ValueError("an average without bias starts from 0: `ema(0.0, decay, debias=True)`")
-    kept = inexact(decay, "decay")
-    if jnp.iscomplexobj(kept) or not (isinstance(kept, Tracer) or np.all(np.abs(np.asarray(kept) - 0.5) <= 0.5)):
-        raise ValueError(f"a decay lies between 0 and 1, but got {decay}")
-    return made(Ema(value, kept, jax.tree.map(jnp.zeros_like, value) if debias else None, shared))
+    return made(Ema(value, _decays(decay, value), jax.tree.map(jnp.zeros_like, value) if debias else None, shared))
+
+
+def _decays(decay: PyTree, start: PyTree) -> PyTree:
+    """The decays as arrays, a prefix tree of the start; each is between 0 and 1 if it is known."""
+    cure = "Give one decay for all leaves, or a prefix tree of `start`, in which one may cover a whole subtree."
+    try:
+        spread = broadcast_prefix(decay, start, "start")
+    except PrefixMismatch as off:
+        raise Misuse(f"{{verb}}: `decay` is not a prefix of `start`: {off}.", cure) from None
+    expect(all(each is not None for each in spread), "decay", "a number or an array for each leaf", decay, cure)
+    kept = jax.tree.map(lambda each: inexact(each, "decay"), decay)
+    for path, each in leaves_with_path("decay", decay):  # what is given: under a trace, all that is kept is traced
+        if jnp.iscomplexobj(each) or not (isinstance(each, Tracer) or np.all(np.abs(np.asarray(each) - 0.5) <= 0.5)):
+            raise Misuse(
+                f"{{verb}}: {path} must be between 0 and 1, got {describe_tree(np.asarray(each))}.",
+                "It is the weight of the past: 0.99 averages about the last 100 values.",
+            )
+    return kept
 
 
 @jax.tree_util.register_dataclass
@@ -222,15 +248,19 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
         """The variance, `squares / (count - ddof)`; 0 while there are no more than `ddof` entries."""
         return self.squares / jnp.maximum(self.count - ddof, 1).astype(self.mean.dtype)
 
+    @named_options
     def merge(self, other: Moments) -> Moments:
         """The moments of all entries of both.
 
         Raises:
-            ValueError: if their entries have different shapes.
+            ArgumentError: if their entries have different shapes.
         """
         if other.mean.shape != self.mean.shape:
             ours, others = (describe_leaf(moments.mean) for moments in (self, other))
-            raise ValueError(f"moments of {ours} and of {others} cannot be merged: their entries differ in shape")
+            raise Misuse(
+                f"{{verb}}: moments of {ours} and of {others} cannot be merged: their entries differ in shape.",
+                "Merge moments of entries of one shape.",
+            )
         count = self.count + other.count
         dtype = self.mean.dtype
         wide = widest(dtype)  # counts and their ratios: float16 ends at 65504
@@ -278,8 +308,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
 
     Raises:
-        ArgumentTypeError: if the shape is not a tuple of ints, for example an array.
-        ValueError: if the dtype is not floating point.
+        ArgumentTypeError: if the shape is not a tuple of ints, for example an array, or the dtype not floating point.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -291,9 +320,12 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         >>> print(final.mean, final.variance(ddof=1))
         3.0 7.0
     """
-    mean = jnp.zeros(_checked(shape), dtype)
-    if not jnp.issubdtype(mean.dtype, jnp.floating):
-        raise ValueError(f"a mean is a floating-point number, but got dtype {mean.dtype}")
+    sizes, floating = _checked(shape), False
+    with contextlib.suppress(TypeError):  # no dtype at all
+        floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    cure = "A mean of ints is a floating-point number too. The body may return ints."
+    expect(floating, "dtype", "a floating-point dtype", dtype, cure)
+    mean = jnp.zeros(sizes, dtype)
     count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
     return made(Moments(count, mean, jnp.zeros_like(mean), shared))
 
@@ -301,7 +333,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
 def _checked(shape: Any) -> tuple[int, ...]:
     """The shape of an entry; one number is the shape of a vector."""
     parts = shape if isinstance(shape, tuple | list) else (shape,)
-    sizes = [size for part in parts if (size := exact_int(part)) is not None]
+    sizes = [size for part in parts if (size := exact_int(part)) is not None and size >= 0]
     if len(sizes) == len(parts):
         return tuple(sizes)
     cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
@@ -356,7 +388,7 @@ def window(history: T) -> T:
         `Window`, typed as the history. The body sees the last k values and returns a new one, leaves [...].
 
     Raises:
-        ValueError: if a leaf has no axis of values.
+        ArgumentError: if a leaf has no axis of values.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -368,7 +400,10 @@ def window(history: T) -> T:
         >>> print(numbers)
         [ 1  1  2  3  5  8 13 21]
     """
-    for leaf in jax.tree.leaves(history):
+    for path, leaf in leaves_with_path("history", history):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] == 0:
-            raise ValueError(f"the history has {describe_leaf(leaf)}: its first axis must be the last k values")
+            raise Misuse(
+                f"{{verb}}: the first axis of {path} must be the last k values, got {describe_leaf(leaf)}.",
+                "Give at least one value, for example `jnp.zeros((k, *shape))`.",
+            )
     return as_seen(Window(jax.tree.map(strong, history)))

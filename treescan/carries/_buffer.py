@@ -13,7 +13,16 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf, describe_node, exact_int
-from .._errors import ArgumentTypeError, TracedArgumentError, TypeMisuse, expect, expect_int, named_options
+from .._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    Misuse,
+    TracedArgumentError,
+    TypeMisuse,
+    expect,
+    expect_int,
+    named_options,
+)
 from .._tree import same_structure
 from ._base import AbstractCarry, as_seen
 
@@ -281,7 +290,7 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         returns a pair (value, append), a new value and a bool: whether to append it.
 
     Raises:
-        ValueError: if the capacity is less than 1.
+        ArgumentError: if the capacity is less than 1, or `value` has no leaves.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -294,16 +303,19 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         [0 2 4 0] 3
     """
     if not jax.tree.leaves(value):
-        raise ValueError("a buffer holds values, but the one given for their types has no leaves")
+        raise Misuse(
+            f"{{verb}}: `value` says the types of the values, but has no leaves, got {describe_node(value)}.",
+            "Give an example of a value, for example `0.0` for numbers.",
+        )
     batch = checked_batch(batch)
     capacity = expect_int(
         capacity,
         "capacity",
         "It is a part of the shape of the buffer, so it must be known when the program is traced.",
+        least=1,
+        small="It is the number of values that fit.",
         error=TracedArgumentError if isinstance(capacity, Tracer) else ArgumentTypeError,
     )
-    if capacity < 1:
-        raise ValueError(f"a buffer has room for at least one value, but got capacity={capacity}")
 
     def room(leaf: Any) -> Array:
         return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), numbers(leaf).dtype)
@@ -398,7 +410,7 @@ def best(
     Raises:
         ArgumentTypeError: if the score is not a number (but, for example, a function that computes it), or the value
             contains no arrays.
-        ValueError: if the mode is another.
+        ArgumentError: if the mode is another.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -413,8 +425,8 @@ def best(
         >>> print(final["best"].value.round(3))
         -0.328
     """
-    if mode not in ("max", "min"):
-        raise ValueError(f'mode is "max" or "min", but got {mode!r}')
+    high = '"max" keeps the highest score, "min" the lowest.'
+    expect(isinstance(mode, str) and mode in ("max", "min"), "mode", '"max" or "min"', mode, high, error=ArgumentError)
     first = (
         "It is the score of the first value. None is worse than any score. The body computes the scores of later "
         "values, and returns `(score, candidate)` in the place of the carry."

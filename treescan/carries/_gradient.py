@@ -12,7 +12,8 @@ import numpy as np
 from jax.core import Tracer
 
 from .._avals import Array, ArrayLike, PyTree, describe_leaf, dtype_of
-from .._errors import named_options
+from .._errors import Misuse, named_options
+from .._tree import describe_tree, leaves_with_path
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
 from ._buffer import fitted, inexact, own, strong, widest
 from ._registry import adopt
@@ -26,8 +27,8 @@ def _limit_value(value: Array, limit: ArrayLike) -> Array:
 
 
 def _clip_to(limit: Any, g: Array) -> tuple[Array, Array]:
-    limit = jnp.asarray(limit)
-    return jnp.clip(g, -limit, limit), jnp.zeros_like(limit)
+    most = jnp.maximum(jnp.asarray(limit), 0)  # one that was traced may be negative
+    return jnp.clip(g, -most, most), jnp.zeros_like(most)
 
 
 _limit_value.defvjp(lambda value, limit: (value, limit), _clip_to)
@@ -44,13 +45,16 @@ def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
     Half precision is computed in float32. The root is never that of 0, where it has no derivative.
     """
     wide = g.astype(widest(g.dtype))
-    limited, most = limit.astype(wide.dtype), jnp.finfo(wide.dtype).max / 16  # whose reciprocal is a normal number
+    limited, most = (
+        jnp.maximum(limit, 0).astype(wide.dtype),
+        jnp.finfo(wide.dtype).max / 16,
+    )  # whose reciprocal is a normal number
     finite = jnp.clip(wide, -most, most)
     largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True, initial=0) if g.ndim else jnp.abs(finite)
     unit = finite / _or_one(largest)
     norm = jnp.sqrt(_or_one(jnp.sum(unit * unit, axis=-1, keepdims=True))) if g.ndim else _or_one(jnp.abs(unit))
     clipped = (unit / norm * limited).astype(g.dtype)
-    return jnp.where(largest > limited / norm, clipped, g), jnp.zeros_like(limit)
+    return jnp.where(largest <= limited / norm, g, clipped), jnp.zeros_like(limit)  # so that a limit of NaN is seen
 
 
 def _or_one(x: Array) -> Array:
@@ -109,13 +113,13 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
         tree: any pytree of floating-point arrays; custom carries may be in it.
         limit: the largest absolute value that an element of the cotangent keeps.
         max_norm: the largest Euclidean norm that the cotangent keeps along its last axis, for example the features of a
-            row.
+            row. A limit is at least 0. A traced one that is negative counts as 0.
 
     Returns:
         `ClipGradient`, typed as the tree.
 
     Raises:
-        ValueError: unless exactly one of the limits is given, at least 0; or for complex numbers.
+        ArgumentError: unless exactly one of the limits is given, at least 0; or for complex numbers.
 
     Examples:
         >>> import jax
@@ -130,17 +134,22 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
         2.0
     """
     if (limit is None) == (max_norm is None):
-        raise ValueError("clip_gradient needs either `limit` or `max_norm`")
+        raise Misuse(
+            f"{{verb}}: pass either `limit` or `max_norm`; {'neither is' if limit is None else 'both are'} given.",
+            "`limit` cuts each element of the gradient, `max_norm` scales it along the last axis.",
+        )
     given = {"limit": limit, "max_norm": max_norm}
     limits = [None if bound is None else inexact(bound, name) for name, bound in given.items()]
-    if not all(bound is None or isinstance(bound, Tracer) or np.all(np.asarray(bound) >= 0) for bound in limits):
-        raise ValueError(f"a limit is at least 0, but got {max_norm if limit is None else limit}")
+    for name, bound in given.items():
+        known = bound is not None and not isinstance(bound, Tracer)
+        if jnp.iscomplexobj(bound) or (known and not np.all(np.asarray(bound) >= 0)):
+            says = f"{{verb}}: `{name}` must be at least 0, got {describe_tree(np.asarray(bound))}."
+            raise Misuse(says, "It is the largest size that the gradient keeps.")
     values = adopt(tree, "tree").init
-    for leaf in jax.tree.leaves(values):
+    for path, leaf in leaves_with_path("tree", values):
         if jnp.issubdtype(dtype_of(leaf), jnp.complexfloating):
-            raise ValueError(
-                f"clip_gradient limits real numbers, got {describe_leaf(leaf)}; carry the two parts instead"
-            )
+            says = f"{{verb}} limits real numbers, got {describe_leaf(leaf)} at {path}."
+            raise Misuse(says, "Carry its real and imaginary parts as two arrays.")
     return as_seen(ClipGradient(jax.tree.map(own, values), *limits))
 
 
