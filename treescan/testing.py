@@ -11,8 +11,9 @@ import numpy as np
 
 from ._avals import Array, PyTree, describe_leaf, is_key
 from ._body.carry import agree, find_differences, holds
-from ._errors import ArgumentError, Row, expect, is_jax_frame, named_options, shorten, walk_traceback
+from ._errors import ArgumentError, Misuse, Row, expect, is_jax_frame, named_options, shorten, walk_traceback
 from ._text import table, wrap
+from ._trace.dependence import dependent
 from ._trace.hoist import smooth_part
 from ._transforms.rows.axes import row_axes
 from ._transforms.rows.leaves import expand
@@ -57,13 +58,16 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
             least 3 rows, it also tests masks row by row, and shared leaves with rows that are not valid. With (), a
             carry that has rows is also tried on 3 of them, which begin from copies of it.
 
+    In a masked scan, each row must store and read what it does on its own, without padding. So a carry whose `read`
+    combines leaves that have rows with one that all rows share, and that changes, is refused: give it rows too.
+
     The hooks are called as the verbs call them: `write` receives `valid=None`, as outside of `mask_scan`, and masks.
 
     Raises:
         AssertionError: if a law does not hold; it lists the leaves for each law. If a hook failed, it names the hook,
             its `valid` and the line, and the hook's exception is the cause.
+        ArgumentError: if `returned` has less than 3 steps.
         ArgumentTypeError: if `carry` is no custom carry, or `batch` not a tuple of ints.
-        ValueError: if `returned` has less than 3 steps.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -76,7 +80,10 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
     batch, returned = checked_batch(batch), jax.tree.map(jnp.asarray, returned)
     leaves = jax.tree.leaves(returned)
     if any(leaf.ndim == 0 or leaf.shape[0] < 3 for leaf in leaves) or not leaves:
-        raise ValueError("check_carry needs what a body returns in at least 3 steps, leaves [T, ...]")
+        raise Misuse(
+            "{verb}: `returned` must be what a body returns in at least 3 steps, leaves [T, ...].",
+            "Stack the values of several steps, for example `jnp.stack([value] * 3)`.",
+        )
     failed: dict[str, list[Row]] = {}
     causes: list[Exception] = []
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), carry)
@@ -259,19 +266,67 @@ def _chunked(trial: _Trial) -> Iterator[Row]:
 
 
 def _unpadded(trial: _Trial) -> Iterator[Row]:
-    """In a masked scan, leaves with rows have the same values as for each row on its own, without padding."""
-    if not any(axis is not None for axis in trial.axes) or _shared_leaves_change(trial):
+    """In a masked scan, what a row stores and reads has the same value as for the row on its own, without padding."""
+    if all(axis is None for axis in trial.axes):
         return
     valid = _some_valid(trial)
     final, _ = _masked(trial.carry, _with_bad_padding(trial.returned, valid), valid)
+    stored = _notes(trial, lambda carry: carry.write(trial.at(0), valid[0]))
+    shown, seen = _notes(trial, lambda carry: carry.read()), final.read()
+    of_row = [None if axis is None else note for note, axis in zip(stored, trial.axes, strict=True)]
     for row in np.ndindex(*trial.batch):
         steps = np.flatnonzero(np.asarray(valid)[(slice(None), *row)])
-        own = _one_row(trial.carry, trial.axes, row)
-        kept = _one_row(final, trial.axes, row)
+        own = _part(trial.carry, trial.axes, row)
         alone = (slice(None), *(slice(i, i + 1) for i in row))
         mine = jax.tree.map(lambda leaf, steps=steps, alone=alone: leaf[steps][alone], trial.returned)
         expected = _scan(own, mine)[0] if steps.size else own
-        yield from differ(f"row {list(row)}: carry" if row else "carry", expected, kept)
+        label = f"row {list(row)}: " if row else ""
+        yield from _noted(f"{label}carry", expected, _part(final, trial.axes, row), of_row)
+        read = expected.read()
+        mine = jax.tree.map(lambda whole, one, row=row: _of_row(whole, one, row, trial.batch), seen, read)
+        yield from _noted(f"{label}read()", read, mine, shown)
+
+
+def _notes(trial: _Trial, function: Callable[[Any], PyTree]) -> list[str | None]:
+    """For each result of a function of the carry: the shared leaves that it reads and that change, in words.
+
+    None for what reads no leaf with rows.
+    """
+    leaves, structure = jax.tree.flatten(trial.carry)
+    jaxpr = jax.make_jaxpr(lambda leaves: jax.tree.leaves(function(jax.tree.unflatten(structure, leaves))))(leaves)
+
+    def depend(flags: list[bool]) -> list[bool]:
+        found = dependent(jaxpr.jaxpr, flags)
+        return [not hasattr(atom, "val") and atom in found for atom in jaxpr.jaxpr.outvars]
+
+    new = jax.tree.leaves(trial.carry.write(trial.at(0), jnp.ones(trial.batch, bool)))
+    notes = [None if not has_rows else "" for has_rows in depend([axis is not None for axis in trial.axes])]
+    for i, (path, leaf) in enumerate(leaves_with_path("carry", trial.carry)):
+        if trial.axes[i] is None and leaf is not new[i]:
+            reads = depend([i == j for j in range(len(leaves))])
+            add = f"reads {path}, which all rows share"
+            notes = [add if note == "" and flag else note for note, flag in zip(notes, reads, strict=True)]
+    return notes
+
+
+def _noted(root: str, expected: PyTree, came: PyTree, notes: list[str | None]) -> Iterator[Row]:
+    """A row for each leaf in which two trees differ, but for those whose note is None."""
+    named = zip(leaves_with_path(root, expected), jax.tree.leaves(came), notes, strict=True)
+    for (path, a), b, note in named:
+        yield from (row._replace(note=note) for row in differ(path, a, b) if note is not None)
+
+
+def _of_row(whole: Any, one: Any, row: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+    """What was read for a row: along the axes in which the reading of all rows and that of one row differ in size.
+
+    If these are not those of the batch, it is returned whole.
+    """
+    axes = [axis for axis, (n, m) in enumerate(zip(jnp.shape(whole), jnp.shape(one), strict=False)) if n != m]
+    places = [slice(i, i + 1) for i, size in zip(row, batch, strict=True) if size > 1]
+    if len(axes) != len(places) or jnp.ndim(whole) != jnp.ndim(one):
+        return whole
+    where = dict(zip(axes, places, strict=True))
+    return whole[tuple(where.get(axis, slice(None)) for axis in range(whole.ndim))]
 
 
 def _compacted(trial: _Trial) -> Iterator[Row]:
@@ -288,17 +343,20 @@ def _compacted(trial: _Trial) -> Iterator[Row]:
 
 
 def _blind(trial: _Trial) -> Iterator[Row]:
-    """Leaves that all rows share do not depend on values that were returned for invalid rows."""
+    """Leaves that all rows share do not depend on values that were returned for invalid rows, or on their number."""
     if not trial.batch or all(axis is not None for axis in trial.axes):
         return
-    valid = _some_valid(trial)[0]
-    first = trial.at(0)
+    axis = int(np.argmax(trial.batch))
+    some = (*[slice(None)] * axis, np.arange(0, trial.batch[axis], 2))  # along the longest axis, every second row
+    valid = jnp.zeros(trial.batch, bool).at[some].set(True)
+    first, notes = trial.at(0), ["" if axis is None else None for axis in trial.axes]
+    few = jax.tree.map(lambda leaf: leaf[some], first)
+    expected = _part(trial.carry, trial.axes, some).write(few, valid[some])
     other = jax.tree.map(lambda leaf: jnp.where(expand(valid, leaf, 0), leaf, _other(leaf)), first)
-    new, same = (trial.carry.write(given, valid) for given in (first, other))
-    both = zip(leaves_with_path("carry", new), jax.tree.leaves(same), trial.axes, strict=True)
-    for (path, a), b, axis in both:
-        if axis is None:
-            yield from differ(path, a, b, exact=True)
+    for given in (first, other):
+        if rows := list(_noted("carry", expected, trial.carry.write(given, valid), notes)):
+            yield from rows
+            return
 
 
 def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
@@ -355,10 +413,10 @@ def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTre
 
 
 def _some_valid(trial: _Trial) -> Array:
-    """bool[T, *batch] with gaps, padding at both ends, and one row without anything valid where there are several."""
+    """bool[T, *batch] with gaps, padding at both ends, and, of three rows or more, one without anything valid."""
     rows = jnp.arange(np.prod(trial.batch, dtype=int)).reshape(1, *trial.batch)
     steps = jnp.arange(trial.steps).reshape(-1, *(1 for _ in trial.batch))
-    return ((steps + rows) % 3 != 2) & (rows != 1)
+    return ((steps + rows) % 3 != 2) & ((rows != 1) | (rows.size < 3))
 
 
 def _with_bad_padding(returned: PyTree, valid: Array) -> PyTree:
@@ -376,12 +434,6 @@ def _other(leaf: Array) -> Array:
     return ~leaf if leaf.dtype == jnp.bool_ else leaf + jnp.asarray(3, leaf.dtype)
 
 
-def _shared_leaves_change(trial: _Trial) -> bool:
-    new = trial.carry.write(trial.at(0), jnp.ones(trial.batch, bool))
-    pairs = zip(jax.tree.leaves(trial.carry), jax.tree.leaves(new), trial.axes, strict=True)
-    return any(axis is None and old is not now for old, now, axis in pairs)
-
-
 def _in_rows(trial: _Trial) -> _Trial:
     """Three rows that begin from the carry; the second receives the steps in the opposite order."""
     leaves, structure = jax.tree.flatten(trial.carry)
@@ -395,12 +447,12 @@ def _in_rows(trial: _Trial) -> _Trial:
     return _Trial(jax.tree.unflatten(structure, rows), returned, (3,), trial.axes)
 
 
-def _one_row(carry: PyTree, axes: tuple[int | None, ...], row: tuple[int, ...]) -> PyTree:
-    """The carry with the batch axes of size 1, for one row."""
+def _part(carry: PyTree, axes: tuple[int | None, ...], rows: tuple[Any, ...]) -> PyTree:
+    """The carry of some rows, indices along the axes of the batch. Of one row, these have size 1."""
     leaves, structure = jax.tree.flatten(carry)
+    where = tuple(slice(i, i + 1) if isinstance(i, int) else i for i in rows)
     taken = [
-        leaf if axis is None else leaf[(slice(None),) * axis + tuple(slice(i, i + 1) for i in row)]
-        for leaf, axis in zip(leaves, axes, strict=True)
+        leaf if axis is None else leaf[(slice(None),) * axis + where] for leaf, axis in zip(leaves, axes, strict=True)
     ]
     return jax.tree.unflatten(structure, taken)
 

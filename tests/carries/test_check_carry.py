@@ -11,6 +11,7 @@ import pytest
 from jax.custom_batching import custom_vmap
 from loops import array
 
+import treescan
 from treescan.carries import (
     AbstractCarry,
     best,
@@ -165,9 +166,9 @@ BROKEN: dict[type, str] = {
     broken("LooksAtTheMask", returns=lambda carry, new, valid: new if valid is None else new + 1): (
         "Chunks do not change the result"
     ),
-    MixesRows: "In a masked scan, leaves with rows have the same values as for each row on its own",
+    MixesRows: "In a masked scan, what a row stores and reads has the same value as for the row on its own",
     broken("CountsPadding", returns=lambda carry, new, valid: carry.value + jnp.sum(new), rows=lambda self: None): (
-        "do not depend on values that were returned for invalid rows."
+        "do not depend on values that were returned for invalid rows, or on their number."
     ),
     broken(
         "NormalisesGradient",
@@ -178,6 +179,76 @@ BROKEN: dict[type, str] = {
         "Gradients are finite, even in a step in which no row is valid."
     ),
 }
+
+
+@carry_class
+class Mean(AbstractCarry[Any, Any]):
+    """Right without rows. With a mask, each row would count the steps of all."""
+
+    total: Any
+    count: Any
+
+    def read(self):
+        return {"mean": self.total / jnp.maximum(self.count, 1), "count": self.count}
+
+    def write(self, returned, valid):
+        return dataclasses.replace(self, total=self.total + returned, count=self.count + 1)
+
+    def rows(self):
+        return {"count": None}
+
+
+@carry_class
+class MeanInRows(Mean):
+    def rows(self):
+        return 0
+
+
+@carry_class
+class Apart(Mean):
+    """What reads the count alone is that of all rows."""
+
+    def read(self):
+        return self.total, self.count
+
+
+@carry_class
+class OfAll(Mean):
+    """Reads the rows of each other."""
+
+    def read(self):
+        return jnp.sum(self.total)
+
+
+@carry_class
+class CountsAll(Mean):
+    def write(self, returned, valid):
+        count = self.count + (1 if valid is None else valid.size)
+        return dataclasses.replace(self, total=self.total + returned, count=count)
+
+
+def check_mean(kind: Any, count: Any) -> None:
+    check_carry(kind(jnp.zeros(3), count), entries(3), batch=ROWS)
+
+
+@pytest.mark.slow
+def test_what_a_row_reads_is_that_of_the_row_alone() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_mean(Mean, jnp.zeros(()))
+    text = str(caught.value)
+    assert "In a masked scan, what a row stores and reads" in text
+    assert re.search(r'row \[2\]: read\(\)\["mean"\] .*\s+reads carry.count, which all rows share', text), text
+    assert 'read()["count"]' not in text
+
+
+@pytest.mark.slow
+def test_what_rows_share_may_be_read_apart() -> None:
+    check_mean(MeanInRows, jnp.zeros(3))
+    check_mean(Apart, jnp.zeros(()))
+    with pytest.raises(AssertionError, match=r"row \[0\]: read\(\)"):
+        check_mean(OfAll, jnp.zeros(()))
+    with pytest.raises(AssertionError, match=r"or on their number.\n\n.*\n +carry.count +2. +3."):
+        check_mean(CountsAll, jnp.zeros(()))
 
 
 @pytest.mark.slow
@@ -270,5 +341,5 @@ def test_a_carry_with_rows_is_tried_on_rows_by_default() -> None:
 
 @pytest.mark.parametrize("returned", [jnp.zeros(2), 1.0, {}])
 def test_too_few_steps(returned: Any) -> None:
-    with pytest.raises(ValueError, match="at least 3 steps"):
+    with pytest.raises(treescan.ArgumentError, match="at least 3 steps"):
         check_carry(Plain(jnp.zeros(())), returned)
