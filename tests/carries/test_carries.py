@@ -267,18 +267,17 @@ def test_values_that_cannot_be(make: Any) -> None:
         make()
 
 
-@pytest.mark.parametrize("decay, seen", [(0.0, 3.0), (0.999, 2.0), (1.0, 7.0), (1 - 2.0**-20, 7.0)])
+@pytest.mark.parametrize("decay, seen", [(0.0, 3.0), (0.999, 2.0), (1.0, 7.0)])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 def test_an_average_without_bias_starts_from_anything(decay: float, seen: float, dtype: Any) -> None:
-    """Where the weight of what comes is 0, or rounds to it, the start stays."""
+    """Where what comes has the weight 0, the start stays."""
 
     @jax.jit
     def run(start: Any) -> Any:
         init = ema({"w": start}, {"w": jnp.float32(decay)}, debias=True)
         return fold(lambda average, x: {"w": x}, init, jnp.array([1.0, 2.0, 3.0], dtype)).read()["w"]
 
-    expected = 2.0 if dtype == jnp.float32 and 0 < decay < 1 else seen
-    npt.assert_allclose(run(jnp.asarray(7.0, dtype)), expected, rtol=2e-3)
+    npt.assert_allclose(run(jnp.asarray(7.0, dtype)), seen, rtol=2e-3)
 
 
 @pytest.mark.parametrize("limit", ["limit", "max_norm"])

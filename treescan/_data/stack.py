@@ -25,10 +25,8 @@ from .._avals import (
     shape_of,
     spec_parts,
 )
-from .._body.call import names_of
 from .._body.carry import agree, find_differences
 from .._body.registered import refuse_unregistered
-from .._body.traced import rename
 from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, noted, speaking_of, verb
 from .._loop.loop import Body, is_jit_disabled, under_a_trace
 from .._transforms.axes import spread_prefix
@@ -308,7 +306,8 @@ def _check_number(i: Any, count: int) -> int | Array:
     number = exact_int(i)
     if number is None:
         if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
-            return i.astype(jnp.int32) if i.dtype.itemsize < 4 else i  # it may not hold their number
+            # A smaller type may not hold the number of layers; a larger one would wrap.
+            return i.astype(jnp.int32) if i.dtype.itemsize < 4 else i
         several = (
             "Give one int, or an int array of shape []. For several layers, index the leaves, "
             "`jax.tree.map(lambda leaf: leaf[i], stacked)`."
@@ -472,12 +471,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
 
 def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
     with noted("`init` of `init_layers`, called with a key and `args`,"):
-        args = thaw_static(frozen)
-        try:
-            layer = body.function(key, *args)
-        except Exception as error:
-            rename(error, zip(names_of(body, len(args) + 1, 0), args, strict=True))
-            raise
+        layer = body.function(key, *thaw_static(frozen))
     refuse_unregistered({"layer": layer}, LayerFault)
     return freeze_shared(layer)
 

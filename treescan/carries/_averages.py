@@ -308,8 +308,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
 
     Raises:
-        ArgumentTypeError: if the shape is not a tuple of ints, for example an array, or the dtype is not a
-            floating-point one.
+        ArgumentTypeError: if the shape is not a tuple of ints, for example an array, or the dtype not floating point.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -45,8 +45,10 @@ def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
     Half precision is computed in float32. The root is never that of 0, where it has no derivative.
     """
     wide = g.astype(widest(g.dtype))
-    limited = jnp.maximum(limit, 0).astype(wide.dtype)
-    most = jnp.finfo(wide.dtype).max / 16  # its reciprocal is a normal number
+    limited, most = (
+        jnp.maximum(limit, 0).astype(wide.dtype),
+        jnp.finfo(wide.dtype).max / 16,
+    )  # whose reciprocal is a normal number
     finite = jnp.clip(wide, -most, most)
     largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True, initial=0) if g.ndim else jnp.abs(finite)
     unit = finite / _or_one(largest)

@@ -205,7 +205,9 @@ def _with_count(loop: Loop, bounds: Bounds | None, limit: Array) -> Loop:
         loop = dataclasses.replace(loop, xs=Feed(loop.xs.x))
         loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
     if bounds is not None:
-        loop = count_from(loop, bounds.first + limit - 1 if loop.reverse else bounds.first)
+        first, others = bounds.first, limit - 1
+        others = others if isinstance(first, int) else others.astype(jnp.result_type(first))
+        loop = count_from(loop, first + others if loop.reverse else first)
     return loop
 
 
