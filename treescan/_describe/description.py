@@ -12,7 +12,7 @@ from typing import Any
 
 from .._errors import Misuse, verb as keeps_its_frame
 from .._text import WIDTH, Section, page, wrap
-from .._transforms.budget import describe_bytes
+from .._transforms.budget import ASSUMED, describe_bytes
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Plan:
         remat: the option.
         used: whether it is what the call says.
         sizes: the steps of the nested chunks, innermost first.
-        bytes: what the gradient needs beside its arguments and results; None: it cannot be taken.
+        bytes: what the gradient needs without its arguments and results, as an estimate; None: it cannot be taken.
         evaluations: how often the gradient evaluates each step, the forward pass included.
         refusal: why the gradient cannot be taken.
     """
@@ -178,8 +178,11 @@ def _gradient(of: Description) -> Section:
     sizes = " of ".join(f"{size:,}" for size in reversed(of.plan.sizes))
     chunks = f"chunks of {sizes} {of.unit}s" if sizes else "one loop"
     tiers = f"; rows in tiers of {', '.join(map(str, of.tiers))}" if of.tiers else ""
-    note = "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
-    note = f"{note}forward pass." if of.plan.refusal is None else f"There is none: {of.plan.refusal}"
+    note = (
+        f"Needs: an estimate of the memory, without arguments and results. {ASSUMED} `measure_remat` compiles and "
+        "measures. Evaluations: how often each step runs, including the forward pass."
+    )
+    note = note if of.plan.refusal is None else f"There is none: {of.plan.refusal}"
     rows = [
         (
             f"{spelled(plan.remat)}{' (this call)' if plan.used else ''}",

@@ -174,7 +174,7 @@ def looks_backward(value: Any) -> bool:
         '{verb} over {body}: `check_finite` is True, False, "return" or "backward", got '
         f"{describe_argument(value)}.",
         'True looks at the carry after each step, and "return" does so too, but returns a report in place of an error. '
-        '"backward" looks at the cotangents of the carry. No result can report of these.',
+        '"backward" looks at the cotangents of the carry, which are in no result.',
     )
 
 
