@@ -94,6 +94,7 @@ case()(
     remat_budget_of_a_rule_with_symbolic_zeros=lambda one: scan(
         step_with_a_rule_in_a_branch, one, XS, remat=Remat.fit(2**20)
     ),
+    plan_remat_with_save=lambda one: plan_remat(step, one, XS, remat="step", save="last"),  # type: ignore[call-arg]
     plan_remat_unknown=lambda one: plan_remat(step, one, XS, remat="all"),
     # save
     save_unknown=lambda one: scan(step, one, XS, save="first"),
