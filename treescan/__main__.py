@@ -1,6 +1,6 @@
 """Commands of an installed treescan.
 
-`python -m treescan explain CarryError` explains an error, and `explain TS001` a finding of `describe`.
+`python -m treescan explain CarryError` explains an error.
 `python -m treescan plugins` lists the custom carries of installed distributions.
 """
 
@@ -15,7 +15,6 @@ import textwrap
 import warnings
 from pathlib import Path
 
-from ._describe.findings import FINDINGS
 from ._errors import PUBLIC, TreescanError
 from ._text import WIDTH, table
 from .carries._registry import GROUP, discovers, load, plugins
@@ -30,10 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m treescan")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     kinds = [kind.__name__ for kind in PUBLIC if kind is not TreescanError]
-    kinds += FINDINGS
-    explaining = commands.add_parser(
-        "explain", help="says what an error, a warning or a finding means, and what to do about it"
-    )
+    explaining = commands.add_parser("explain", help="says what an error or a warning means, and what to do about it")
     explaining.add_argument("name", metavar="name", help=f"one of {', '.join(kinds)}")
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
@@ -46,9 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
             near = difflib.get_close_matches(name.lower(), known, 1)
             cure = f"did you mean {known[near[0]]}?" if near else f"choose from {', '.join(kinds)}"
             explaining.error(f"there is no {name}: {cure}")
-        name = known[name.lower()]
-        page = "describe.md" if name in FINDINGS else "errors.md"
-        print(section(name, page))  # noqa: T201, a program for a terminal
+        print(section(known[name.lower()], "errors.md"))  # noqa: T201, a program for a terminal
         return 0
     return _list_plugins()
 
@@ -78,7 +72,7 @@ def _list_plugins() -> int:
 _HERE = Path(__file__).parent
 
 
-_FOLDERS = (_HERE, _HERE.parent / "docs", _HERE.parent / "docs" / "guides")  # in a wheel, in a checkout
+_FOLDERS = (_HERE, _HERE.parent / "docs")  # in a wheel, in a checkout
 
 
 _FENCE = re.compile(r"^(```\w+[^\n]*\n.*?^```)$", re.MULTILINE | re.DOTALL)
@@ -88,7 +82,7 @@ _ITEM = re.compile(r"^(?=- )", re.MULTILINE)
 
 
 def section(title: str, page_name: str) -> str:
-    """What a page says about one error, warning or finding, without what only a browser uses, its lines wrapped."""
+    """What a page says about one error or warning, without what only a browser uses, its lines wrapped."""
     path = next(path for folder in _FOLDERS if (path := folder / page_name).exists())
     _, text = path.read_text(encoding="utf-8").split(f"\n## {title}\n")
     text = re.sub(r"<!--.*?-->\n", "", text.split("\n## ")[0])

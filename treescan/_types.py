@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, Required,
 
 import jax
 
-from ._avals import Array, ArrayLike, PyTree
-from ._errors import named_fields, named_options
+from ._avals import Array, ArrayLike, PyTree, describe_argument, exact_int
+from ._errors import Misuse, TypeMisuse, named_fields, named_options
 
 if TYPE_CHECKING:
     from ._progress import Progress
@@ -56,12 +56,21 @@ class Remat:
 
         The choice depends on the body and on the number of steps; `treescan.plan_remat` shows it. The budget covers the
         memory of the loop's gradient without its arguments and results: what is saved, the copies that levels make of
-        xs and of gradients, and what the gradient of one step needs. This
-        estimates `memory_analysis().temp_size_in_bytes` of the compiled gradient. A plan must fit with 5 % to spare.
+        xs and of gradients, and what the gradient of one step needs. It is an estimate of
+        `memory_analysis().temp_size_in_bytes` of the compiled gradient, if that is with respect to everything
+        floating-point. A plan must fit with 5 % to spare.
 
         Args:
             budget: the number of bytes, of all devices together.
+
+        Raises:
+            ArgumentError: if it is less than 1.
+            ArgumentTypeError: if it is no int.
         """
+        count = exact_int(budget)
+        if count is None or count < 1:
+            says = f"`Remat.fit` takes a number of bytes, an int of at least 1, got {describe_argument(budget)}."
+            raise (TypeMisuse if count is None else Misuse)(says, "`Remat.fit(2**30)` is 1 GiB.")
         return cls(budget=budget)
 
 

@@ -73,5 +73,5 @@ def test_html_is_escaped():
 
 def test_a_plan_is_shown_in_a_line():
     plan = treescan.plan_remat(lambda c, x: (c * x, None), 1.0, jnp.ones(5), remat="step")
-    assert repr(plan) == "<RematPlan of Remat(levels=1): 32 B needed, 2 evaluations of each step>"
+    assert repr(plan) == "<RematPlan of Remat(levels=1): 28 B needed, 2 evaluations of each step>"
     assert "evaluations" in plan._repr_html_() and str(plan).startswith("remat=Remat(levels=1)")

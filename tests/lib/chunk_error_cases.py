@@ -67,7 +67,8 @@ case()(
     remat_levels_float=lambda one: scan(step, one, XS, remat=Remat(levels=2.0)),
     remat_segment_of_one_step=lambda one: scan(step, one, XS, remat=Remat(segment=1)),
     remat_segment_in_one_level=lambda one: scan(step, one, XS, remat=Remat(levels=1, segment=4)),
-    remat_budget_zero=lambda one: scan(step, one, XS, remat=Remat.fit(0)),
+    remat_budget_zero=lambda one: Remat.fit(0),
+    remat_budget_as_text=lambda one: Remat.fit("2GB"),
     remat_budget_and_levels=lambda one: scan(step, one, XS, remat=Remat(budget=100, levels=2)),
     remat_budget_of_a_masked_scan=lambda one: rows(one, remat=Remat.fit(2000)),
     plan_remat_of_layers_with_length=lambda one: plan_remat(local, one, layers=XS, length=8, remat=None),
@@ -93,6 +94,7 @@ case()(
     remat_budget_of_a_rule_with_symbolic_zeros=lambda one: scan(
         step_with_a_rule_in_a_branch, one, XS, remat=Remat.fit(2**20)
     ),
+    plan_remat_with_save=lambda one: plan_remat(step, one, XS, remat="step", save="last"),  # type: ignore[call-arg]
     plan_remat_unknown=lambda one: plan_remat(step, one, XS, remat="all"),
     # save
     save_unknown=lambda one: scan(step, one, XS, save="first"),

@@ -1,28 +1,23 @@
 """`describe`: bytes, planted faults, and that nothing is run."""
 
+import functools
 import gc
 import re
 import sys
 import weakref
 from xml.etree import ElementTree
 
-import chex
 import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from describe_cases import FAULTS, cache_of_rows, until
-from hlo import Program
-from jax.sharding import AxisType, PartitionSpec
-from jaxprs import equations
 from plots import Axes
 from thin import parametrize
 from widths import too_wide
 
 import treescan
 from treescan import Remat, describe
-from treescan._describe.findings import FINDINGS
 
 
 def step(h, x):
@@ -57,146 +52,98 @@ def test_a_budget_is_a_plan():
 
 # Findings
 
-NAMES = [pytest.param(n, marks=pytest.mark.devices) if n == "gathered weights" else n for n in FAULTS]
+KEY, RAW = jax.random.key(0), jax.random.PRNGKey(0)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_fault_is_found(name):
-    fault = FAULTS[name]
-    with jax.numpy_dtype_promotion("standard"):
-        description = fault.describe(True)
-    (finding,) = description.findings
-    assert (finding.code, fault.says in finding.says) == (fault.code, True), finding
-    assert finding.code in str(description) and finding.code in description._repr_html_()
+def noise(key):
+    return jax.random.normal(key, (8, 64))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_without_the_fault_there_is_no_finding(name):
-    with jax.numpy_dtype_promotion("standard"):
-        assert FAULTS[name].describe(False).findings == ()
+def closes_over(key):
+    return describe(treescan.fold, lambda h, x: h + x["a"] + noise(key), INIT, XS)
 
 
-def test_every_code_has_a_planted_fault():
-    assert {fault.code for fault in FAULTS.values()} == set(FINDINGS)
+def carries(key, step):
+    return describe(treescan.scan, step, (INIT, key), XS)
 
 
-@pytest.mark.parametrize("fault", [True, False])
-def test_a_cache_that_all_rows_share_is_not_copied(fault):
-    """What the finding advises: the loop then selects nothing of the size of the cache. The results are the same."""
-    lengths, xs, (step, init, options) = jnp.array([5, 0, 40, 17]), jnp.ones((40, 4, 16)), cache_of_rows(fault)
-
-    def run(init, xs):
-        return treescan.while_scan(until(lengths), step, init, xs, **options)[:3]
-
-    selects = [line for text in Program(run, init, xs).loops() for line in text.splitlines() if "select(" in line]
-    assert any("= f32[4,512,16]" in line for line in selects) == fault
-    # A mask by hand has the copy too: what is written is selected from, and from what was there before.
-    assert Program(run, init, xs).copies_in_loops(4, 512, 16) == fault
-    (plain, y, _), expected = run(init, xs), cache_of_rows(True)
-    (carry, ys) = treescan.mask_scan(expected[0], init, xs, lengths=lengths)
-    chex.assert_trees_all_equal((plain, y), (carry, ys))
+def split(c, x):
+    key, use = jax.random.split(c[1])
+    return (c[0] + x["a"] + noise(use), key), None
 
 
-def _write(cache, x, i):
-    return jax.vmap(lambda own, x, i: jax.lax.dynamic_update_slice(own, x[None], (i, 0)))(cache, x, i)
+def in_a_loop(h, x):
+    return jax.lax.fori_loop(0, 3, lambda _, c: (c[0] + noise(c[1]), jax.random.split(c[1])[0]), (h + x["a"], KEY))[0]
 
 
-WRITES = {
-    "slices": (_write, True),
-    "in a function that is compiled": (jax.jit(lambda *given: _write(*given)), True),
-    "twice": (lambda cache, x, i: _write(_write(cache, x, i), x, i + 1), True),
-    "all of it": (lambda cache, x, i: cache + x[:, None], False),
-    "half of it": (lambda cache, x, i: cache.at[:, 256:].set(x[:, None]), False),
+def drawn(h, x, key=KEY):
+    return h + x["a"] + noise(key)
+
+
+def in_a_branch(h, x):
+    return jax.lax.cond(x["a"].sum() > 0, lambda: h + noise(KEY), lambda: h)
+
+
+STACK = {"w": jnp.ones((6, 64, 64))}
+LAYERS = functools.partial(describe, treescan.fold_layers, lambda w, x, k: x @ w["w"] + noise(k), INIT, STACK)
+DRAWS = {  # whether each step draws the same
+    "closed over": (lambda: closes_over(KEY), True),
+    "raw, closed over": (lambda: closes_over(RAW), True),
+    "in args": (lambda: LAYERS(args=(KEY,)), True),
+    "raw, in args": (lambda: LAYERS(args=(RAW,)), True),
+    "carried unchanged": (lambda: carries(KEY, lambda c, x: ((c[0] + x["a"] + noise(c[1]), c[1]), None)), True),
+    "split, but always in the same way": (lambda: closes_over(jax.random.split(KEY)[1]), True),
+    "folded with a number": (
+        lambda: describe(treescan.fold, lambda h, x: h + x["a"] + noise(jax.random.fold_in(KEY, 3)), INIT, XS),
+        True,
+    ),
+    "in a loop": (lambda: describe(treescan.fold, in_a_loop, INIT, XS), True),
+    "in a branch": (lambda: describe(treescan.fold, in_a_branch, INIT, XS), True),
+    "rows": (
+        lambda: describe(treescan.mask_scan, lambda h, x: (drawn(h, x), None), INIT, XS, lengths=np.arange(8) * 100),
+        True,
+    ),
+    "while": (
+        lambda: describe(treescan.while_scan, stops, lambda h, x: (h + x["a"] + noise(KEY), None), INIT, XS),
+        True,
+    ),
+    "carried and split": (lambda: carries(KEY, split), False),
+    "raw, carried and split": (lambda: carries(RAW, split), False),
+    "of the verb": (
+        lambda: describe(treescan.fold, lambda h, x, key: drawn(h, x, key), INIT, XS, key=KEY),
+        False,
+    ),
+    "in xs": (lambda: describe(treescan.fold, lambda h, k: h + noise(k), INIT, jax.random.split(KEY, 9)), False),
+    "folded with x": (
+        lambda: describe(treescan.fold, lambda h, i: h + noise(jax.random.fold_in(KEY, i)), INIT, jnp.arange(9)),
+        False,
+    ),
+    "folded with the index": (
+        lambda: describe(treescan.fori, 0, 9, lambda i, h: h + noise(jax.random.fold_in(RAW, i)), INIT),
+        False,
+    ),
 }
 
 
-@parametrize(("write", "found"), WRITES)
-def test_how_much_a_step_writes(write, found):
-    def cell(carry, x):
-        return {"cache": write(carry["cache"], x, carry["i"]), "i": carry["i"] + 1}, None
-
-    _, init, _ = cache_of_rows(True)
-    options = {"lengths": jnp.arange(4) * 9}
-    findings = describe(treescan.mask_scan, cell, init, jnp.ones((40, 4, 16)), **options).findings
-    assert [each.code for each in findings] == ["TS011"] * found
+@parametrize(("call", "found"), DRAWS)
+def test_what_draws_the_same_in_each_step_is_found(call, found):
+    findings = call().findings
+    assert len(findings) == found
+    if found:
+        assert re.match(r".*test_describe\.py:\d+: each (step|layer) draws the same random numbers", findings[0].says)
 
 
-def test_a_constant_is_found_where_what_a_step_runs_reads_it():
-    data, carry, xs = jnp.ones(1024), jnp.ones(1024), jnp.ones((100, 1024))
-    add = lambda h, data: jnp.cumsum(h) + data  # noqa: E731
-    ways = {
-        "a loop": lambda h, x: jax.lax.scan(lambda h, _: (add(h, data), None), h, None, length=2)[0],
-        "a branch": lambda h, x: jax.lax.cond(x[0] > 0, add, lambda h, _: h, h, data),
-        "a function that is compiled": lambda h, x: jax.jit(add)(h, data),
-    }
-    for way, step in ways.items():
-        assert [each.code for each in describe(treescan.fold, step, carry, xs).findings] == ["TS004"], way
+def test_a_finding_names_the_key():
+    found = closes_over(KEY)
+    assert "because the key `key` is" in found.findings[0].says
+    assert "Findings" in str(found) and "same random numbers" in found._repr_html_()
 
 
-def test_a_constant_that_is_made_to_vary_over_devices_is_found():
-    """JAX marks it with an equation of its own, which reads it in place of the sum."""
-    mesh, spec, found = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,)), PartitionSpec("rows"), []
-
-    def run(data, carry, xs):
-        found.append(describe(treescan.fold, lambda h, x: h[::-1] + x + data, carry, xs))
-        return carry
-
-    whole = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), spec, PartitionSpec(None, "rows")), out_specs=spec)
-    jax.eval_shape(whole, jnp.ones(1024), jnp.ones(1024), jnp.ones((100, 1024)))
-    assert [each.code for each in found[0].findings] == ["TS004"]
-
-
-def test_loops_count_all_their_steps_and_branches_as_the_dearest():
-    bodies = {
-        20: lambda h, x: jax.lax.scan(lambda h, _: (h + x, None), h, None, length=5)[0],
-        9: lambda h, x: jax.lax.switch(1, [lambda: h + x, lambda: h * x + h]),  # and its index
-    }
-    for operations, body in bodies.items():
-        (finding,) = describe(treescan.fold, body, jnp.zeros(4), jnp.ones((3, 4))).findings
-        assert f"of about {operations} operations each" in finding.says
-
-
-REASONS = {
-    "`remat` recomputes each of them": {"remat": "step"},
-    "`save` keeps outputs within a chunk": {"save": 10},
-    "`chunk=0`": {"chunk": 0},
-}
-
-
-@pytest.mark.parametrize("reason", [*REASONS, "the body has a side effect", "rewriting is off"])
-def test_why_products_are_not_taken_together(reason):
-    w, lengths = jnp.ones((64, 64)), np.full(8, 900)
-
-    def cell(h, x):
-        if reason.startswith("the body"):
-            jax.debug.callback(lambda: None)
-        h = jnp.tanh(h @ w + x)
-        return h, h
-
-    with treescan.rewriting(reason != "rewriting is off"):
-        found = describe(treescan.mask_scan, cell, INIT, XS["a"], lengths=lengths, **REASONS.get(reason, {}))
-    assert [finding.code for finding in found.findings] == ["TS008"]
-    assert reason in found.findings[0].says
-
-
-@pytest.mark.parametrize("save", ["last", 11, 100, None])
-def test_products_are_taken_together_where_outputs_are_kept_at_most_once_per_chunk(save):
-    w, lengths = jnp.ones((64, 64)), np.full(8, 900)
-
-    def cell(h, x):
-        h = jnp.tanh(h @ w + x)
-        return h, h
-
-    for verb, options in ((treescan.mask_scan, {"lengths": lengths}), (treescan.scan, {"remat": "auto"})):
-        assert not describe(verb, cell, INIT, XS["a"], save=save, **options).findings
-
-        def loss(w, verb=verb, options=options):
-            last, ys = verb(lambda h, x: (jnp.tanh(h @ w + x),) * 2, INIT, XS["a"], save=save, **options)
-            return last.sum() + sum(y.sum() for y in jax.tree.leaves(ys))
-
-        products = equations(jax.make_jaxpr(jax.grad(loss))(w).jaxpr, "dot_general")
-        assert any(each.invars[0].aval.shape[0] > len(lengths) for each in products)  # of the steps of a chunk
+def test_an_x_that_is_ignored_is_found():
+    (finding,) = describe(treescan.fold, lambda h, x: jnp.sin(h), INIT, XS).findings
+    assert finding.says == "x: nothing that a step returns depends on it."
+    for body in (lambda h, _: jnp.sin(h), lambda h, x: h * x["a"], lambda h, x: (jax.debug.print("{}", x["a"]), h)[1]):
+        assert not describe(treescan.fold, body, INIT, XS).findings
 
 
 # What is shown
@@ -239,7 +186,6 @@ def block(layer, x, scale):
     return jnp.tanh(x @ layer["w"]) * scale
 
 
-STACK = {"w": jnp.ones((6, 64, 64))}
 CALLS = {
     "scan": (treescan.scan, (step, INIT, XS), {"save": {"h": 10, "none": "all"}}),
     "fold": (treescan.fold, (lambda h, x: h + x["a"], INIT, XS), {"lengths": np.arange(8)}),

@@ -440,3 +440,41 @@ def test_a_cache_that_all_rows_share_is_not_copied_for_a_body_that_decides():
     jaxpr = jax.make_jaxpr(lambda *init: while_scan(lambda c: c[0] > 0, body, init, max_length=9, carry_axes=axes))
     copies = [each for each in equations(jaxpr(*init).jaxpr, "gather") if each.outvars[0].aval.shape == (4, 8)]
     assert not copies
+
+
+# A large leaf of which a step writes a small part
+
+
+def cache_of_rows(shared):
+    """A step that writes one position per row into a cache, its init, and the options that it needs."""
+    rows, positions = 4, 512
+    init = {"cache": jnp.zeros((rows, positions, 16)), "i": jnp.zeros(rows, jnp.int32)}
+
+    def write(carry, x, at):
+        h = jnp.sin(x + carry["i"].astype(x.dtype)[:, None])
+        cache = carry["cache"].at[jnp.arange(rows), at].set(h, mode="drop")
+        return {"cache": cache, "i": carry["i"] + 1}, h
+
+    def step(carry, x):
+        return write(carry, x, carry["i"])
+
+    def step_of_shared(carry, x, valid):
+        return write(carry, x, jnp.where(valid, carry["i"], positions))
+
+    return (step_of_shared, init, {"carry_axes": {"cache": None, "i": 0}}) if shared else (step, init, {})
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_cache_that_all_rows_share_is_not_copied(shared):
+    """The loop then selects nothing of the size of the cache. The results are the same."""
+    lengths, xs, (step, init, options) = jnp.array([5, 0, 40, 17]), jnp.ones((40, 4, 16)), cache_of_rows(shared)
+
+    def run(init, xs):
+        return while_scan(lambda carry: carry["i"] < lengths, step, init, xs, **options)[:3]
+
+    selects = [line for text in Program(run, init, xs).loops() for line in text.splitlines() if "select(" in line]
+    assert any("= f32[4,512,16]" in line for line in selects) != shared
+    # A mask by hand has the copy too: what is written is selected from, and from what was there before.
+    assert Program(run, init, xs).copies_in_loops(4, 512, 16) != shared
+    carry, ys, _ = run(init, xs)
+    assert_close((carry, ys), treescan.mask_scan(cache_of_rows(False)[0], init, xs, lengths=lengths))

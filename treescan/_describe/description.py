@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import importlib
-import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 
 from .._errors import Misuse, verb as keeps_its_frame
 from .._text import WIDTH, Section, page, wrap
-from .._transforms.budget import describe_bytes
+from .._transforms.budget import ASSUMED, describe_bytes
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class Plan:
         remat: the option.
         used: whether it is what the call says.
         sizes: the steps of the nested chunks, innermost first.
-        bytes: what the gradient needs beside its arguments and results; None: it cannot be taken.
+        bytes: what the gradient needs without its arguments and results, as an estimate; None: it cannot be taken.
         evaluations: how often the gradient evaluates each step, the forward pass included.
         refusal: why the gradient cannot be taken.
     """
@@ -74,21 +73,18 @@ class Plan:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a call that is worth changing.
+    """What may be a mistake that no error shows.
 
     Attributes:
-        code: `TS001` and so on.
         says: what was found, and where.
         cure: what to do about it.
     """
 
-    code: str
     says: str
     cure: str
 
 
 _INDENT, _GAP = "  ", "  "
-_CODE = re.compile(r"TS\d{3}")
 
 
 def section_text(section: Section) -> str:
@@ -145,7 +141,7 @@ def sections(of: Description) -> list[Section]:
         *([Section(saved, ("", "", ""), list(_saved(of)))] if of.saved else []),
         Section("", (), [], [cost]),
         _gradient(of),
-        _findings(of),
+        *([_findings(of)] if of.findings else []),
     ]
 
 
@@ -178,8 +174,11 @@ def _gradient(of: Description) -> Section:
     sizes = " of ".join(f"{size:,}" for size in reversed(of.plan.sizes))
     chunks = f"chunks of {sizes} {of.unit}s" if sizes else "one loop"
     tiers = f"; rows in tiers of {', '.join(map(str, of.tiers))}" if of.tiers else ""
-    note = "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
-    note = f"{note}forward pass." if of.plan.refusal is None else f"There is none: {of.plan.refusal}"
+    note = (
+        f"Needs: an estimate of the memory, without arguments and results. {ASSUMED} `measure_remat` compiles and "
+        "measures. Evaluations: how often each step runs, including the forward pass."
+    )
+    note = note if of.plan.refusal is None else f"There is none: {of.plan.refusal}"
     rows = [
         (
             f"{spelled(plan.remat)}{' (this call)' if plan.used else ''}",
@@ -199,10 +198,7 @@ def spelled(remat: Any) -> str:
 
 
 def _findings(of: Description) -> Section:
-    if not of.findings:
-        return Section("No findings", (), [])
-    notes = [f"More about them: python -m treescan explain {of.findings[0].code}"]
-    return Section("Findings", ("", ""), [(each.code, f"{each.says} {each.cure}") for each in of.findings], notes)
+    return Section("Findings", ("",), [(f"{each.says} {each.cure}",) for each in of.findings])
 
 
 def axes_of(ax: Any, height: float) -> Any:
@@ -250,7 +246,7 @@ class Description:
         plan: the first of them.
         operations: of one step, where a function such as `tanh` counts as a hundred.
         flops: of one step, where it counts as one.
-        findings: what one would want to change: the `code` of each, what it `says`, and its `cure`.
+        findings: what may be a mistake that no error shows: what each `says`, and its `cure`.
     """
 
     verb: str
@@ -279,16 +275,13 @@ class Description:
         return "\n\n".join(filter(None, [wrap(headline(self)), *map(section_text, sections(self))]))
 
     def __repr__(self) -> str:
-        codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))
-        return f"<Description of {headline(self)}; findings: {codes or 'none'}>"
+        return f"<Description of {headline(self)}; findings: {len(self.findings)}>"
 
     def __rich__(self) -> Any:
-        """Its first line in bold, the codes of findings in colour."""
+        """Its first line in bold."""
         text = str(self)
         styled = importlib.import_module("rich.text").Text(text)
         styled.stylize("bold", 0, len(text.partition("\n")[0]))
-        for code in _CODE.finditer(text):
-            styled.stylize("bold yellow", *code.span())
         return styled
 
     def _repr_html_(self) -> str:

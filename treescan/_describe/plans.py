@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import LeafAxes, bytes_of, describe_leaf
+from .._avals import LeafAxes, bytes_of
 from .._errors import TreescanError
 from .._loop.chunk import recomputes
 from .._loop.loop import Body, Loop
@@ -23,14 +23,14 @@ from .._trace.equations import called, has_symbolic_zeros
 from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
 from .._transforms import budget
 from .._transforms.axes import Count, OverAxes
-from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.call import Arguments, Call
 from .._transforms.checkpoint import Checkpointed
 from .._transforms.nest import in_rounds, plan
 from .._transforms.outputs import KeepOutputs
 from .._transforms.program import Program, Taken
 from .._transforms.progress import ShowProgress
-from .._transforms.remat import Recompute
+from .._transforms.remat import Recompute, saves_steps
+from .._transforms.rows.in_place import InPlace
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.until.early_exit import plan_chunks
@@ -112,10 +112,11 @@ def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
 
 
 def _saved(body: TracedBody) -> Iterator[Saved]:
-    carry = carry_bytes(body.hoisted)
-    if carry:
-        yield Saved("the carry", (), tuple(map(describe_leaf, body.hoisted.loop.state)), carry)
-    for aval, equation in residuals_of_step(body.hoisted, body.hoisted.loop.step):
+    saved = budget.saved_of_step(body.hoisted, body.hoisted.loop.step)
+    carried = saved.read.values()
+    if carried:
+        yield Saved("the carry", (), tuple(map(str, carried)), sum(map(bytes_of, carried)))
+    for aval, equation in saved.residuals:
         name = str(equation.params.get("name", "call")) if called(equation) else equation.primitive.name
         yield Saved(place_of(equation) or "elsewhere", (name,), (str(aval),), bytes_of(aval))
 
@@ -353,10 +354,11 @@ def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
         # Each step may be evaluated a last time, from the carry before it.
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
         return sizes, budget.Cut(sizes, again)
+    saves = isinstance(loop.runner, InPlace) and loop.runner.saves and saves_steps(loop)
     loop, levels = plan(in_rounds(loop))
     parts = [level for level in levels if level.size < loop.length]
     again = _recomputes_steps(loop.step)
-    recomputed = tuple(level.size for level in parts if recomputes(level.around))
+    recomputed = () if saves else tuple(level.size for level in parts if recomputes(level.around))
     return tuple(level.size for level in parts), budget.Cut(recomputed, again)
 
 

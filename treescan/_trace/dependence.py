@@ -1,9 +1,9 @@
-"""Which outputs of a jaxpr depend on which inputs, what reads a value, and which outputs are constant."""
+"""Which outputs of a jaxpr depend on which inputs, and which outputs are constant."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import bytes_of
 from .._tree import merge
-from .equations import alone, called, called_without_rule, inlined, jaxprs_within, loop_of, variables_of
+from .equations import alone, called_without_rule, inlined, loop_of, variables_of
 from .hoist import Hoisted, zeros_like
 
 Flags = list[bool]
@@ -86,87 +85,6 @@ def _of_branches(equation: Any, given: Flags) -> Flags:
 
 
 _RULES: dict[str, Callable[[Any, Flags], Flags]] = {"scan": _of_scan, "while": _of_while, "cond": _of_branches}
-
-
-_FORMS = frozenset(
-    {
-        "broadcast_in_dim", "convert_element_type", "copy", "mesh_cast", "name", "optimization_barrier", "pcast",
-        "pvary", "reduce_precision", "reshape", "reshard", "sharding_constraint", "slice", "squeeze", "transpose",
-    }
-)  # fmt: skip
-
-
-def readers(jaxpr: Any, variable: Any) -> set[str]:
-    """The names of the primitives that read a variable of an open jaxpr, in what it calls and runs too."""
-    return {equation.primitive.name for equation in _reading(jaxpr, variable)}
-
-
-def _reading(jaxpr: Any, variable: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        places = [place for place, atom in enumerate(equation.invars) if atom is variable]
-        if not places:
-            continue
-        if equation.primitive.name in _FORMS:
-            yield from _reading(jaxpr, equation.outvars[0])
-            continue
-        inner = list(_within(equation))
-        if not inner:
-            yield equation
-        for within, offset in inner:
-            for place in places:
-                if 0 <= place - offset < len(within.invars):
-                    yield from _reading(within, within.invars[place - offset])
-
-
-def _within(equation: Any) -> Iterator[tuple[Any, int]]:
-    """The jaxprs that an equation runs, and how many of its operands they are not given."""
-    name = equation.primitive.name
-    if name == "cond":
-        yield from ((branch.jaxpr, 1) for branch in equation.params["branches"])
-    elif name == "while":
-        yield equation.params["body_jaxpr"].jaxpr, equation.params["cond_nconsts"]
-    elif name == "scan":
-        yield loop_of(equation)[0], 0
-    elif called(equation) is not None:
-        yield called(equation)[0], 0  # type: ignore[index]
-
-
-_UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter_add": 2}
-"""Primitives that write into a part of their first operand: which operand they write."""
-
-
-def written_in_place(jaxpr: Any, before: Any, after: Any) -> int | None:
-    """The bytes that are written where a value of an open jaxpr becomes another in place; None: it does not."""
-    if after is before:
-        return 0
-    makers = [each for each in jaxpr.eqns if any(var is after for var in each.outvars)]
-    if not makers:
-        return None
-    (equation,) = makers
-    if equation.primitive.name in _UPDATES:
-        written = equation.invars[_UPDATES[equation.primitive.name]].aval
-        others = written_in_place(jaxpr, before, equation.invars[0])
-        return None if others is None else others + bytes_of(written)
-    inner = called(equation)
-    if inner is None:
-        return None
-    result = inner[0].outvars[next(i for i, var in enumerate(equation.outvars) if var is after)]
-    for atom, var in zip(equation.invars, inner[0].invars, strict=True):
-        within, others = written_in_place(inner[0], var, result), written_in_place(jaxpr, before, atom)
-        if within is not None and others is not None:
-            return within + others
-    return None
-
-
-def unread_outputs(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
-    """The stacked outputs of loops in a jaxpr that nothing reads: the loop's equation, and the variable."""
-    read = set(variables_of([*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]))
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "scan":
-            _, _, carried = loop_of(equation)
-            yield from ((equation, var) for var in equation.outvars[carried:] if var not in read)
-        for inner in jaxprs_within(equation):
-            yield from unread_outputs(inner)
 
 
 class Once(NamedTuple):

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._avals import PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
 from .._loop.feed import Feed
 from .._loop.loop import Step
-from .._text import Section, page, table
+from .._text import Section, page, table, wrap
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
-from .._trace.hoist import Hoisted, is_smooth, one_step
+from .._trace.hoist import Hoisted, Lifted, is_smooth, lift, one_step
 from .._tree import replaced, split
 from .._types import Remat
 from .checkpoint import checkpoint_step, count_parts, relates, remat_sizes, saves_whole_steps
@@ -52,10 +51,12 @@ class Footprint:
     """The bytes of one step. The step of a pattern is one period of it.
 
     Attributes:
-        carry: of the leaves of the carry that change from step to step.
-        kept: what is saved of a step that is recomputed: the carry before each block of it, and its decisions.
+        state: of the leaves of the carry that change from step to step.
+        carry: of those among them that a chunk is computed again from.
+        kept: what is saved of a step that is recomputed: what the carry before each block of it is computed again
+            from, and its decisions.
         decided: its decisions, if chunks of steps save them too; see `relates`.
-        whole: what is saved of a step where nothing is recomputed, its carry included.
+        whole: what is saved of a step where nothing is recomputed.
         working: what the gradient computes once more, and holds at one time.
         xs: of the slice of xs.
         d_xs: of its gradient.
@@ -65,6 +66,7 @@ class Footprint:
         once: what is copied for the whole loop, however it is cut.
     """
 
+    state: int
     carry: int
     kept: int
     decided: int
@@ -80,30 +82,47 @@ class Footprint:
 
 def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
     """The bytes of one round of several loops over one state, which run one step each in turn."""
-    carries = [carry_bytes(hoisted) for hoisted in loops]
-    steps = [bytes_of_step(hoisted, hoisted.loop.step) for hoisted in loops]
+    saved = [saved_of_step(hoisted, hoisted.loop.step) for hoisted in loops]
+    steps = [each.bytes for each in saved]
     slices = [jax.tree.leaves(one_step(hoisted.loop.xs)) for hoisted in loops]
-    # What all steps read: the arguments of the loop, what no step changes, and what the body closes over.
-    read = itertools.chain(*((*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) for hoisted in loops))
-    shared = {id(leaf): leaf for leaf in read if hasattr(leaf, "dtype")}
-    kept = sum(_kept_of_step(each, Remat(levels=1)) for each in loops)
+    shared = {id(leaf): leaf for leaf in jax.tree.leaves([hoisted.loop.consts for hoisted in loops])}
+    kept = [saved_of_step(each, _checkpointed(each, Remat(levels=1))) for each in loops]
+    related = any(relates(each.jaxpr) for each in loops)
     return Footprint(
-        carry=max(carries),
-        kept=kept,
-        decided=kept - sum(carries) if any(relates(each.jaxpr) for each in loops) else 0,
+        state=max(_sum(hoisted.loop.state) for hoisted in loops),
+        carry=_carry_of_chunk(loops, saved),
+        kept=sum(each.bytes for each in kept),
+        decided=sum(_sum(residual.aval for residual in each.residuals) for each in kept) if related else 0,
         whole=sum(steps),
         working=round(max(steps) + AHEAD * (sum(steps) - max(steps))),
         xs=_sum(itertools.chain(*slices)),
         d_xs=_sum(filter(is_smooth, itertools.chain(*slices))),
         leaf=max(map(_bytes_of, itertools.chain(*slices)), default=0),
         d_ys=_sum(aval for hoisted in loops for aval in hoisted.y_avals if is_smooth(aval)),
-        weights=_sum(filter(is_smooth, shared.values())),
+        weights=_sum(leaf for leaf in shared.values() if hasattr(leaf, "dtype") and is_smooth(leaf)),
     )
 
 
-def carry_bytes(hoisted: Hoisted) -> int:
-    """Of the leaves of the carry that change from step to step."""
-    return _sum(map(jnp.asarray, hoisted.loop.state))
+def _carry_of_chunk(loops: Sequence[Hoisted], saved: Sequence[Saved]) -> int:
+    """The bytes of the leaves that a chunk is computed again from: what derivatives read depends on them.
+
+    A sum, an average or a buffer of outputs does not count, as far as a step only adds to it.
+    """
+    places = [[place for place, is_fixed in enumerate(each.fixed) if not is_fixed] for each in loops]
+    sizes = {
+        p: _bytes_of(leaf)
+        for one, own in zip(loops, places, strict=True)
+        for p, leaf in zip(own, one.loop.state, strict=True)
+    }
+    needed = set[int]()
+    while True:
+        wider = set(needed)
+        for own, each in zip(places, saved, strict=True):
+            wanted = [place in needed for place in own]
+            wider |= {place for number, place in enumerate(own) if place not in needed and each.needs(number, wanted)}
+        if wider == needed:
+            return sum(sizes[place] for place in needed)
+        needed = wider
 
 
 def _sum(values: Iterable[Any]) -> int:
@@ -122,22 +141,6 @@ def _bytes_of(value: Any) -> int:
     return bytes_of(aval)
 
 
-def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
-    """The bytes that the gradient saves of a step: what its derivative reads and the step itself computes.
-
-    What depends on nothing that changes from step to step is not saved in each, nor is what JAX's linearization keeps
-    without reading it.
-    """
-    try:
-        residuals = residuals_of_step(hoisted, step)
-    except NoGradient as refused:
-        try:  # a callback may read xs that are not differentiated
-            residuals = residuals_of_step(hoisted, step, of_xs=False)
-        except NoGradient:
-            raise refused from None
-    return _sum(residual.aval for residual in residuals) + carry_bytes(hoisted)
-
-
 class Residual(NamedTuple):
     """A value that the gradient saves of each step: its type, and the equation that computes it."""
 
@@ -145,24 +148,64 @@ class Residual(NamedTuple):
     equation: Any
 
 
-def residuals_of_step(hoisted: Hoisted, step: Step, *, of_xs: bool = True) -> list[Residual]:
-    """What the gradient saves of a step beside its carry; see `bytes_of_step`.
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What the gradient saves of a step: what its derivative reads, and the step is given in its state or computes.
 
-    Args:
-        hoisted: the loop.
-        step: its step.
-        of_xs: whether the gradient is with respect to xs too.
+    What depends on nothing that changes from step to step is not saved in each, nor is what JAX's linearization keeps
+    without reading it. Nor are leaves of the state that a step only adds to, for example a sum.
+
+    Attributes:
+        residuals: what the step computes.
+        read: the leaves of the state, by number.
+        jaxpr: from what the step is given to the residuals and to the leaves of the next state.
+        first: where in its inputs the state begins.
+    """
+
+    residuals: list[Residual]
+    read: dict[int, Any]
+    jaxpr: Any
+    first: int
+
+    @property
+    def bytes(self) -> int:
+        """Of all of it."""
+        return _sum([*(residual.aval for residual in self.residuals), *self.read.values()])
+
+    def needs(self, number: int, wanted: Sequence[bool]) -> bool:
+        """Whether a leaf of the state has to be known for the residuals, or for a wanted leaf of the next state."""
+        if number in self.read:
+            return True
+        given = dependent(self.jaxpr, [place == self.first + number for place in range(len(self.jaxpr.invars))])
+        first = len(self.jaxpr.outvars) - len(wanted)
+        outputs = [*self.jaxpr.outvars[:first], *itertools.compress(self.jaxpr.outvars[first:], wanted)]
+        return not given.isdisjoint(variables_of(outputs))
+
+
+def saved_of_step(hoisted: Hoisted, step: Step) -> Saved:
+    """What the gradient saves of a step.
 
     Raises:
         NoGradient: if JAX cannot differentiate the step in reverse mode.
         Uncounted: if what its gradient saves cannot be known.
     """
+    try:
+        return _saved_of_step(hoisted, step, of_xs=True)
+    except NoGradient as refused:
+        try:  # a callback may read xs that are not differentiated
+            return _saved_of_step(hoisted, step, of_xs=False)
+        except NoGradient:
+            raise refused from None
+
+
+def _saved_of_step(hoisted: Hoisted, step: Step, *, of_xs: bool) -> Saved:
+    """What the gradient saves of a step, with respect to xs too or not."""
     loop = hoisted.loop
     given = loop.consts, loop.state, one_step(loop.xs)
     differentiated = len(jax.tree.leaves(given if of_xs else given[:2]))
     step = _without_symbolic_zeros(hoisted, step) if has_symbolic_zeros(hoisted.jaxpr) else step
     try:
-        return _residuals(step, given, differentiated)
+        return _saved(step, given, differentiated)
     except Exception as error:  # whatever JAX or a rule of the user says: the gradient would say it too
         says = " ".join(str(error).partition("\n\n")[0].split())
     raise NoGradient(
@@ -172,29 +215,31 @@ def residuals_of_step(hoisted: Hoisted, step: Step, *, of_xs: bool = True) -> li
     )
 
 
-def _residuals(step: Step, given: tuple[Any, list[Any], Feed], differentiated: int) -> list[Residual]:
+def _saved(step: Step, given: tuple[Any, list[Any], Feed], differentiated: int) -> Saved:
     """What the gradient saves, with respect to the floating-point leaves among so many of the first ones."""
     read = list[bool]()
 
-    def residuals(*given: Any) -> list[Any]:
+    def residuals(*given: Any) -> tuple[list[Any], list[Any]]:
         leaves, structure = jax.tree.flatten(given)
         floats = [place < differentiated and is_smooth(leaf) for place, leaf in enumerate(leaves)]
 
-        def of_floats(*given: Any) -> list[Any]:
+        def of_floats(*given: Any) -> tuple[list[Any], list[Any]]:
             new, y = step(*jax.tree.unflatten(structure, replaced(floats, leaves, given)))
-            return list(filter(is_smooth, jax.tree.leaves((new, y))))
+            return list(filter(is_smooth, jax.tree.leaves((new, y)))), jax.tree.leaves(new)
 
-        returned, pullback = jax.vjp(of_floats, *split(floats, leaves)[0])
+        returned, pullback, new = jax.vjp(of_floats, *split(floats, leaves)[0], has_aux=True)
         kept, derivative = jax.tree.flatten(pullback)
-        read.extend(_read(lambda kept, given: jax.tree.unflatten(derivative, kept)(given), kept, returned))
-        return kept
+        flags = _read(lambda kept, given: jax.tree.unflatten(derivative, kept)(given), kept, returned)
+        read.extend(flags)
+        return split(flags, kept)[0], new
 
     jaxpr = jax.make_jaxpr(residuals)(*given).jaxpr
-    shared = len(jax.tree.leaves(given[0]))
-    changing = dependent(jaxpr, [place >= shared for place in range(len(jaxpr.invars))]) - set(jaxpr.invars)
-    kept = [var for var, is_read in zip(jaxpr.outvars, read, strict=True) if is_read and not hasattr(var, "val")]
+    first, count = len(jax.tree.leaves(given[0])), len(given[1])
+    changing = dependent(jaxpr, [place >= first for place in range(len(jaxpr.invars))])
+    kept = dict.fromkeys(var for var in variables_of(jaxpr.outvars[: sum(read)]) if var in changing)
     computed = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    return [Residual(var.aval, computed[var]) for var in dict.fromkeys(kept) if var in changing]
+    state = {number: var.aval for number, var in enumerate(jaxpr.invars[first : first + count]) if var in kept}
+    return Saved([Residual(var.aval, computed[var]) for var in kept if var in computed], state, jaxpr, first)
 
 
 def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
@@ -239,6 +284,13 @@ _OF_A_REST = 1.1
 """A plan with a remainder compiles the step once more, so it must need this much less than another plan."""
 
 
+ASSUMED = (
+    "The gradient is assumed to be with respect to everything floating-point: the carry, xs, and what the body closes "
+    "over. Outputs and their cotangents count as results and arguments."
+)
+"""What is assumed of a gradient whose bytes are estimated."""
+
+
 @dataclass(frozen=True, repr=False)
 class RematPlan:
     """A report of what the gradient of a loop saves under a `Remat`, and how often it evaluates the body. Print it.
@@ -248,14 +300,16 @@ class RematPlan:
             products with weights are computed at once.
         steps: the number of steps T; of a pattern, the periods.
         sizes: the steps of the nested chunks, innermost first.
-        carry_bytes: of the leaves of the carry that change from step to step.
-        step_bytes: of everything that one step saves if nothing is recomputed, including its carry.
+        carry_bytes: of the leaves of the carry that a chunk is computed again from. A leaf that a step only adds to,
+            for example a sum, is not among them.
+        step_bytes: of everything that one step saves if nothing is recomputed, what is read of its carry included.
         saved_bytes: of everything that is saved at the same time.
         copied_bytes: of the copies that levels make: the slices of xs for a chunk, the gradients of these and of its
             outputs, and a sum of the gradients of shared values. If steps are left over that fill no chunk, all of xs
             is copied too.
         needed_bytes: of everything that the gradient needs besides its arguments and results: saved values, copies, and
-            the memory of one step's gradient. `Remat.fit` compares this with its budget.
+            the memory of one step's gradient. It is an estimate, for a gradient with respect to everything
+            floating-point: the carry, xs, and what the body closes over. `Remat.fit` compares it with its budget.
         evaluations: how often each step is evaluated by a gradient, the forward pass included.
     """
 
@@ -302,20 +356,21 @@ class RematPlan:
         return f"<RematPlan of {self.remat!r}: {needed} needed, {self.evaluations} evaluations of each step>"
 
     def __str__(self) -> str:
-        return f"remat={self.remat!r}\n\n{table(('', '', ''), self._rows()).lstrip(chr(10)).rstrip()}"
+        rows = table(("", "", ""), self._rows()).lstrip("\n").rstrip()
+        return f"remat={self.remat!r}\n\n{rows}\n\n{wrap(ASSUMED)}"
 
     def _repr_html_(self) -> str:
-        return page(f"remat={self.remat!r}", [Section("", (), self._rows())])
+        return page(f"remat={self.remat!r}", [Section("", (), self._rows(), [ASSUMED])])
 
     def _rows(self) -> list[tuple[str, str, str]]:
         least = self.least_evaluations
         return [
             ("steps", f"{self.steps:,}", " x ".join(f"{part:,}" for part in self.parts) if self.sizes else "one loop"),
-            ("a carry", describe_bytes(self.carry_bytes), "what changes from step to step"),
+            ("a carry", describe_bytes(self.carry_bytes), "what a chunk is computed again from"),
             ("a step", describe_bytes(self.step_bytes), "what it saves if it is not recomputed"),
             ("saved", describe_bytes(self.saved_bytes), "at one time, by the gradient"),
             ("copied", describe_bytes(self.copied_bytes), "of xs and of gradients, by the levels"),
-            ("needed", describe_bytes(self.needed_bytes), "in all, beside arguments and results"),
+            ("needed", describe_bytes(self.needed_bytes), "an estimate, without arguments and results"),
             ("evaluations", f"{self.evaluations:,}", "of each step, the forward pass included"),
             *([("at least", f"{least:.2f}", "by any plan that saves as many carries")] if self.evaluations > 2 else []),
         ]
@@ -377,7 +432,8 @@ def plan_of(hoisted: Hoisted, remat: Any, cut: Cut | None = None) -> RematPlan:
         cut: how the loop is run, where its verb has chunks of its own; None: as the plan says.
     """
     refuse_symbolic(hoisted.loop.length, "remat")
-    each = [one for one in hoisted.each if one.loop.length]
+    # What a body closes over counts as differentiated, as what it is given does.
+    each = [one if isinstance(one.loop.step, Lifted) else lift(one) for one in hoisted.each if one.loop.length]
     length = min(one.loop.length for one in each)
     # The stacks that lead are copied: their last layers are cut off them.
     leading = (one for one in each if one.loop.length > length)
@@ -387,19 +443,21 @@ def plan_of(hoisted: Hoisted, remat: Any, cut: Cut | None = None) -> RematPlan:
         return describe(None, length, step, sum(map(_kept_of_step, each, remat)), cut)
     if remat is not None and remat.budget is not None:
         unit = "period" if len(each) > 1 else "{unit}"
-        return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step), unit)
-    if remat is not None and len(each) == 1 and saves_whole_steps(hoisted, remat):
-        in_chunk, whole = _in_chunk(hoisted, step)
+        return cheapest_within(remat.budget, length, step, *_in_chunk(each, step), unit)
+    if remat is not None and saves_whole_steps(each[0], remat):
+        in_chunk, whole = _in_chunk(each, step)
         return describe(remat, length, in_chunk, whole, cut)
     has_policy = remat is not None and callable(remat.policy) and remat.policy is not _EVERYTHING
     return describe(remat, length, step, sum(_kept_of_step(one, remat) for one in each) if has_policy else None, cut)
 
 
 def _kept_of_step(hoisted: Hoisted, remat: Remat | None) -> int:
-    """What is saved of each step under a `Remat`, its carry included."""
-    step = hoisted.loop.step
-    kept = step if remat is None else checkpoint_step(step, remat, looped=True, trace=hoisted)
-    return bytes_of_step(hoisted, kept)
+    """What is saved of each step under a `Remat`."""
+    return saved_of_step(hoisted, hoisted.loop.step if remat is None else _checkpointed(hoisted, remat)).bytes
+
+
+def _checkpointed(hoisted: Hoisted, remat: Remat) -> Step:
+    return checkpoint_step(hoisted.loop.step, remat, looped=True, trace=hoisted)
 
 
 def cheapest_within(
@@ -435,20 +493,21 @@ def cheapest_within(
     )
 
 
-def _in_chunk(hoisted: Hoisted, step: Footprint) -> tuple[Footprint, int]:
+def _in_chunk(loops: Sequence[Hoisted], step: Footprint) -> tuple[Footprint, int]:
     """The bytes of a step in a chunk that saves its steps, and what it saves of each.
 
     Where it computes the products of its steps at once, no step has gradients of weights of its own, and those of x
     take the place of what they were computed from.
     """
-    if len(hoisted.each) > 1 or not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
+    hoisted, *others = loops
+    if others or not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
         return step, step.whole
     products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if not products:
         return step, step.whole
     saved = saving_step(hoisted)
     in_chunk = dataclasses.replace(step, once=step.once - step.weights)
-    return in_chunk, bytes_of_step(hoisted, saved) + products - step.d_xs
+    return in_chunk, saved_of_step(hoisted, saved).bytes + products - step.d_xs
 
 
 def _candidates(length: int, step: Footprint, in_chunk: Footprint, whole: int) -> Iterator[RematPlan]:
@@ -479,7 +538,8 @@ def describe(
     saved += length * step.decided if sizes else 0
     copied = _copied_bytes(length, sizes, step)
     of_one = 0 if again else max(step.working, 2 * step.carry + step.leaf)
-    needed = saved + copied + step.d_xs + step.weights + of_one
+    passing = 2 * (step.state - step.carry)  # the last value, and its cotangent
+    needed = saved + copied + step.d_xs + step.weights + of_one + passing
     evaluations = Cut(sizes, again).evaluations
     return RematPlan(remat, length, sizes, step.carry, step.whole, saved, copied, needed, evaluations)
 

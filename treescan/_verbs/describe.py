@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from .._arguments import OF_MASK_SCAN, check_options
 from .._avals import Array, ArrayLike, PyTree, bytes_of, describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
@@ -39,7 +40,7 @@ from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
 from .prepare import prepare, silent
 from .prepare_layers import PreparedLayers, prepare_layers
-from .scan import accumulate, fold, scan
+from .scan import ACCEPTED, accumulate, fold, scan
 from .while_scan import while_scan
 
 
@@ -57,10 +58,12 @@ def plan_remat(
     layers: PyTree = None,
     args: tuple[Any, ...] = (),
     state: PyTree = None,
+    **unknown: Any,
 ) -> RematPlan:
-    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Runs nothing.
+    """Estimates the memory of a scan's gradient under a plan, and how often it evaluates the body. Runs nothing.
 
-    Floating-point leaves of xs count as if they were differentiated, as parameters are.
+    All that is floating-point counts as if it were differentiated: the carry, xs, and what the body closes over. For a
+    call with more options, `save` for example, `treescan.describe` makes the same estimate.
 
     Args:
         f: the body, as for `treescan.scan`; with `layers` a block or a sequence of blocks, as for
@@ -105,6 +108,7 @@ def plan_remat(
         8 2 587776
     """
     try:
+        check_options(unknown, _OF_PLANS, dict.fromkeys((ACCEPTED | OF_MASK_SCAN) - _OF_PLANS, _ALL_OPTIONS))
         expect(isinstance(pair, bool), "pair", "True or False", pair, "It says whether the body returns a pair.")
         if layers is not None:
             if length is not None:
@@ -134,6 +138,13 @@ def plan_remat(
     except Exception as error:
         explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
+
+
+_OF_PLANS = frozenset({"key", "offset", "remat", "pair", "layers", "args", "state"})
+_ALL_OPTIONS = (
+    "it plans a loop of these arguments alone. `treescan.describe(treescan.scan, f, init, xs, remat=..., save=...)` "
+    "takes all options of a call, and its `plan` has the same estimate."
+)
 
 
 def _plan_of_layers(blocks: PreparedLayers, remat: Remat | None, given: Arguments) -> RematPlan:
@@ -175,7 +186,8 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
     Returns:
         The description, to be printed: the leaves of the carry, of x, of y and what the body closes over; what each
         step saves for the gradient, line by line; what the gradient needs, under the call's own `remat` and under
-        others; and findings, each with a code that `python -m treescan explain` says more about.
+        others; and findings, which may be mistakes that no error shows: random numbers that are the same in every step,
+        and an x that the body ignores.
 
     Raises:
         ArgumentError: if it is none of these verbs, if the number of steps is symbolic, and as the verb itself.

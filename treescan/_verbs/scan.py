@@ -32,7 +32,7 @@ from .._types import (
 )
 from .prepare import returned, run_scan
 
-_ACCEPTED = frozenset(Options.__annotations__) | {"length"}
+ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 _OF_FOLDS = frozenset(Options.__annotations__) | {"lengths"}
 _NO_OUTPUTS = "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."
 _FOLD_REFUSES = {"out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
@@ -185,7 +185,7 @@ def scan(
         6.0 [0. 2. 9.]
     """
     try:
-        check_options(unknown, _ACCEPTED, {})
+        check_options(unknown, ACCEPTED, {})
         if is_replaced_call():  # of a loop that is lowered already: options are for those of the user's
             return own_scan(f, init, xs, length, reverse, unroll)
         lowering = (("_split_transpose", True),) if _split_transpose else ()
