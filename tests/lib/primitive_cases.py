@@ -40,7 +40,14 @@ NUMBERS = INEXACT + INTEGERS
 # trace is compared with what XLA allocates (`test_plan_bytes.py`, `test_describe.py`).
 _REWRITE_NOTHING = frozenset({"blame"})
 _TABLES_THAT_REWRITE_NOTHING = frozenset(
-    {"cost._SAME", "cost._FUSED", "cost._WRITES_INTO", "dependence._FORMS", "over_rows._FOR_DATA_ALONE"}
+    {
+        "cost._SAME",
+        "cost._FUSED",
+        "cost._WRITES_INTO",
+        "dependence._FORMS",
+        "equations._FOR_DATA_ALONE",
+        "products._OTHER_MESH",
+    }
 )
 _NAMES_OF_VALUES = "name"  # the primitive that a policy of JAX refers to
 

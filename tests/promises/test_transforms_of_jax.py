@@ -192,7 +192,7 @@ LEAVES = {
         "valid",
     ),
     "while": (lambda: treescan.while_scan(lambda c: c["h"][0] < 2, STEP, CARRY, ROWS), 'c["h"][1] and x["b"]'),
-    "condition": (lambda: treescan.while_scan(lambda c: truth(c["a"], c), STEP, {"a": ema(XS, 0.9)}, ROWS), 'c["a"]'),
+    "condition": (lambda: treescan.while_scan(lambda c: int(c["a"][0]) < 2, STEP, {"a": ema(XS, 0.9)}, ROWS), 'c["a"]'),
     "carries": (lambda: treescan.fold(lambda c, x: truth(c["a"], c), {"a": ema(XS, 0.9)}, XS), 'c["a"]'),
     "fori": (lambda: treescan.fori(0, jnp.int32(3), lambda i, c: truth(c["h"][1] + i, c), CARRY), 'i and c["h"][1]'),
     "state": (

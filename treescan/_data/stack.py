@@ -25,8 +25,10 @@ from .._avals import (
     shape_of,
     spec_parts,
 )
+from .._body.call import names_of
 from .._body.carry import agree, find_differences
 from .._body.registered import refuse_unregistered
+from .._body.traced import rename
 from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, noted, speaking_of, verb
 from .._loop.loop import Body, is_jit_disabled, under_a_trace
 from .._transforms.axes import spread_prefix
@@ -471,7 +473,12 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
 
 def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
     with noted("`init` of `init_layers`, called with a key and `args`,"):
-        layer = body.function(key, *thaw_static(frozen))
+        args = thaw_static(frozen)
+        try:
+            layer = body.function(key, *args)
+        except Exception as error:
+            rename(error, zip(names_of(body, len(args) + 1, 0), args, strict=True))
+            raise
     refuse_unregistered({"layer": layer}, LayerFault)
     return freeze_shared(layer)
 
