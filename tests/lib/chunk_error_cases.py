@@ -108,7 +108,7 @@ case()(
     save_positions_of_two_axes=lambda one: scan(step, one, XS, save=np.array([[1, 3]])),
     save_positions_out_of_range=lambda one: scan(step, one, XS, save=np.array([1, 8])),
     save_positions_out_of_range_of_rows=lambda one: rows(one, save=range(7, 9)),
-    save_positions_in_an_array_of_jax=lambda one: scan(step, one, XS, save=jnp.array([1, 3])),
+    save_positions_in_an_array_of_jax=lambda one, at=jnp.array([1, 3]): scan(step, one, XS, save=at),
     save_is_no_prefix_of_rows=lambda one: rows(one, save=(2, "last")),
     pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
     # truncate
