@@ -114,9 +114,11 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
             print(page(), end="")  # noqa: T201
-        case [folder]:
+        case [folder] if not folder.startswith("-"):
             copy(Path(folder))
-        case [folder, "--options"]:
+        case [folder, "--options"] if not folder.startswith("-"):
             copy(Path(folder), options=True)
+        case ["--help"]:
+            print(__doc__)  # noqa: T201
         case _:
             sys.exit(__doc__)

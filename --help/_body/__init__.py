@@ -1,1 +1,0 @@
-"""How a user's body is called, and what it may return."""

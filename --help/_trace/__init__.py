@@ -1,1 +1,0 @@
-"""Reads the traces of steps."""

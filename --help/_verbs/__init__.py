@@ -1,1 +1,0 @@
-"""One file for each verb, and what they share."""
