@@ -122,10 +122,24 @@ def same_sharding(a: Any, b: Any) -> bool:
 
 
 def promoted(given: Any, returned: Any) -> tuple[Any, bool]:
-    """What `lax.scan` makes of a weakly typed init whose step returns another type, and whether it changed."""
+    """What `lax.scan` makes of an init whose step returns another type, and whether it changed.
+
+    This concerns weakly typed ones, and those without a mesh, where what is returned has one with explicit axes: from
+    JAX 0.12 on, `jnp.zeros_like` has none outside of `jax.set_mesh`, and `lax.scan` takes the two for equal.
+    """
+    if _has_no_mesh(given, type_of(returned)):
+        return jax.sharding.reshard(given, jax.typeof(returned).sharding), True
     if not is_weak(given) or same_type(given, returned):
         return given, False
     return jax.lax.convert_element_type(given, jnp.result_type(given, returned)), True
+
+
+def _has_no_mesh(given: Any, returned: Any) -> bool:
+    """Whether a value has no mesh, and what is returned in its place is split over one with explicit axes."""
+    mesh = getattr(getattr(returned, "sharding", None), "mesh", None)
+    if mesh is None or AxisType.Explicit not in mesh.axis_types:
+        return False
+    return bool(jax.typeof(given).sharding.mesh.empty)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

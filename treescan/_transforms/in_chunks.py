@@ -161,11 +161,15 @@ class InChunks(Transform):
         if missing := count - leaf.shape[1]:
             last = jnp.broadcast_to(leaf[:, -1:], (self.groups, missing, *leaf.shape[2:]))
             leaf = jnp.concatenate([leaf, last], axis=1)
-        return jax.lax.collapse(jnp.moveaxis(in_groups(leaf, 1, chunks), 1, 0), 1, 3)
+        shares = leaf.reshape(self.groups, chunks, self.size // self.groups, *leaf.shape[2:])
+        return jax.lax.collapse(jnp.moveaxis(shares, 1, 0), 1, 3)
 
     def _valid(self, xs: list[Array], chunks: int) -> Array:
         """Which entries of the chunks are not repeated, bool[chunks, size], split over devices as the entries are."""
-        places = jnp.arange(chunks * self.size // self.groups).reshape(chunks, 1, -1) < self.entries // self.groups
+        places = (
+            jnp.arange(chunks * self.size // self.groups).reshape(chunks, 1, self.size // self.groups)
+            < self.entries // self.groups
+        )
         valid = jnp.broadcast_to(places, (chunks, self.groups, places.shape[2])).reshape(chunks, self.size)
         split = [first_axes(x, 2) for x in xs if shards_of(x, 1) > 1]
         return shard(valid, split[0]) if split else valid

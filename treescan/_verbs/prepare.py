@@ -206,7 +206,10 @@ class Prepared:
 def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
     """Refuses a call whose body fails, or changes the type of its carry, and runs if init and xs are exchanged."""
     fails = isinstance(error, _OF_OTHER_VALUES) and not isinstance(error, TreescanError)
-    if not (fails or (isinstance(error, Fault) and error.error is CarryError)) or call.others or given.rows is not None:
+    differs = (
+        isinstance(error, Fault) and error.error is CarryError and {row.note for row in error.rows} != {"sharding"}
+    )
+    if not (fails or differs) or call.others or given.rows is not None:
         return
     spread, xs = call.convention.spread, given.xs
     if spread:  # the layers, beside which there may be xs and a state
