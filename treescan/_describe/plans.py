@@ -25,7 +25,7 @@ from .._transforms import budget
 from .._transforms.axes import Count, OverAxes
 from .._transforms.call import Arguments, Call
 from .._transforms.checkpoint import Checkpointed
-from .._transforms.nest import in_rounds, plan
+from .._transforms.nest import in_rounds, plan, ready
 from .._transforms.outputs import KeepOutputs
 from .._transforms.program import Program, Taken
 from .._transforms.progress import ShowProgress
@@ -206,15 +206,15 @@ def trace_bodies(program: Program, outer: Arguments, given: Arguments) -> list[T
             loop, axes = transform(loop), transform.each
     if not call.others:
         return [_traced(call, loop, outer, axes[0])]
-    loops = [dataclasses.replace(trace.loop, trace=trace) for trace in traced(loop).trace.each]
+    loops = [dataclasses.replace(trace.loop, trace=trace) for trace in traced(loop).hoisted.each]
     each = zip(call.each, loops, outer.xs, axes, strict=True)
     return [_traced(call, loop, outer._replace(xs=xs), axes) for call, loop, xs, axes in each]
 
 
 def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> TracedBody:
     loop = traced(loop)
-    loop = lifted(loop) if loop.step is loop.trace.loop.step and loop.rows is None else loop
-    hoisted: Hoisted = loop.trace
+    loop = lifted(loop) if loop.step is loop.hoisted.loop.step and loop.rows is None else loop
+    hoisted = loop.hoisted
     carry_name, x_name = call.names
     carry = leaves_with_path(carry_name, outer.init)
     counted = len(hoisted.fixed) - len(carry)  # the index of `fori` and the position of a key lead the state
@@ -230,7 +230,7 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     outside = zip(named_constants(call.body.function, closed), closed, strict=True)
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
     carried, fed, shared = ([Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants))
-    own = () if loop.rows is None or loop.rows.all_valid else loop.rows.axes.state
+    own = () if loop.rows is None or loop.masked.all_valid else loop.masked.axes.state
     return TracedBody(call.body, hoisted, carried, list(hoisted.fixed[counted:]), fed, shared, own)
 
 
@@ -273,7 +273,7 @@ def _plan_of(program: Program, remat: Any, used: bool, given: Arguments) -> tupl
     sizes, cut = _cut_of(program, whole)
     tiers = getattr(whole.rows, "tiers", ())
     plan = Plan(remat, used, sizes, None, cut.evaluations)
-    hoisted = traced(loop).trace
+    hoisted = traced(loop).hoisted
     if not any(map(is_smooth, (*hoisted.loop.state, *hoisted.y_avals))):
         plan = dataclasses.replace(plan, refusal="nothing in it is floating-point")
     else:
@@ -348,14 +348,14 @@ def reason_of(error: Exception) -> str:
 
 def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
     """The steps of the nested chunks of a transformed loop, innermost first, and what its gradient makes of them."""
-    if loop.going is not None:
+    if loop.limit is not None:
         chunks = plan_chunks(loop)
         sizes = *chunks.inner, chunks.size
         # Each step may be evaluated a last time, from the carry before it.
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
         return sizes, budget.Cut(sizes, again)
     saves = isinstance(loop.runner, InPlace) and loop.runner.saves and saves_steps(loop)
-    loop, levels = plan(in_rounds(loop))
+    loop, levels = plan(in_rounds(ready(loop))[0])
     parts = [level for level in levels if level.size < loop.length]
     again = _recomputes_steps(loop.step)
     recomputed = () if saves else tuple(level.size for level in parts if recomputes(level.around))

@@ -88,7 +88,7 @@ class RunChunk:
 
         `jax.lax.scan` does so with steps that are left over if it unrolls the others.
         """
-        length, unroll = self.length, self.bare.unroll
+        length, unroll = self.length, self.bare.lowering.unroll
         sizes = [level.size for level in self.levels if level.size < length]
         if sizes:
             return length // sizes[-1] > 1
@@ -96,7 +96,11 @@ class RunChunk:
 
     def rolled(self) -> RunChunk:
         """What runs the same steps as a loop, whatever `unroll` says, if there are several of them."""
-        return self if self.is_loop else RunChunk(dataclasses.replace(self.bare, unroll=1), self.levels)
+        return (
+            self
+            if self.is_loop
+            else RunChunk(self.bare.having(lowering=dataclasses.replace(self.bare.lowering, unroll=1)), self.levels)
+        )
 
     def loop(self, consts: PyTree, state: PyTree, feed: Feed) -> Loop:
         """The loop that it is, on the given arrays."""
@@ -105,8 +109,7 @@ class RunChunk:
 
 def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:
     """A whole loop as the step of another."""
-    how = {name: getattr(loop, name) for name in ("reverse", "unroll", "lowering", "names", "memo")}
-    return RunChunk(Loop(loop.body, loop.step, None, None, Feed(None), loop.length, **how), levels)
+    return RunChunk(Loop(loop.callee, loop.step, None, None, Feed(None), loop.length, loop.lowering), levels)
 
 
 def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
@@ -199,5 +202,5 @@ def _group(tree: PyTree, steps: int, size: int) -> tuple[PyTree, PyTree]:
 def _run_main(loop: Loop, xs: Feed, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     size = levels[-1].size
     step = _around(levels[-1], as_step(dataclasses.replace(loop, length=size), levels[:-1]), looped=True)
-    state, ys = run(dataclasses.replace(loop, step=step, xs=xs, length=loop.length // size, unroll=1, lowering=()))
+    state, ys = run(loop.having(step=step, xs=xs, length=loop.length // size, lowering=loop.lowering.plain))
     return state, jax.tree.map(lambda y: y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]), ys)

@@ -11,7 +11,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import jax
 from jax.core import Tracer
@@ -20,6 +20,13 @@ from .._avals import Array, PyTree
 from .._errors import is_from_jax
 from .feed import Feed
 from .replaced import replacement
+
+if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
+    from .._trace.hoist import Hoisted
+    from .._transforms.call import Arguments
+    from .._transforms.rows.axes import Rows
+    from .._types import Remat
+    from .sizes import Wish
 
 _T = TypeVar("_T")
 
@@ -253,60 +260,140 @@ class Finish(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Lowering:
+    """How `jax.lax.scan` runs a loop.
+
+    Attributes:
+        reverse: whether from the last position to the first.
+        unroll: as for `jax.lax.scan`.
+        further: its other keyword arguments, forwarded as they came.
+    """
+
+    reverse: bool = False
+    unroll: int | bool = 1
+    further: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def plain(self) -> Lowering:
+        """The same direction, nothing unrolled: for a loop over chunks."""
+        return Lowering(self.reverse)
+
+
+@dataclass(frozen=True)
+class Callee:
+    """The user's function that a loop's step calls.
+
+    Attributes:
+        body: its handle.
+        names: what it calls its carry and its x, for messages.
+        memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
+            trace, and with it values of an outer one.
+    """
+
+    body: Body
+    names: tuple[str, str] = ("carry", "x")
+    memo: Memo | None = None
+
+    def apart(self) -> Callee:
+        """The same, for a step that holds a trace: what is made for it goes with the loop."""
+        return Callee(self.body, self.names, Memo())
+
+
+class Runner(Protocol):
+    """Runs a loop in place of its chunks, with what it keeps beside the loop.
+
+    Attributes:
+        limit: int32[], the most steps of a loop that may end early; None: it takes all of them.
+    """
+
+    @property
+    def limit(self) -> Array | None:
+        """See above."""
+        ...
+
+    def __call__(self, loop: Loop, /) -> tuple[Any, ...]:
+        """The last state, ys, and what else a `Result` has."""
+        ...
+
+
+@dataclass(frozen=True)
 class Loop:
     """A scan that has not run yet. Transforms map a Loop to a Loop; `run` runs it.
 
     Attributes:
-        body: the user's function, by its handle.
+        callee: the user's function.
         step: what runs each step.
         consts: arrays that every step reads and none changes.
         state: what is carried from step to step.
         xs: what is scanned over; every leaf leads with `length`.
         length: the number of steps.
-        reverse: whether to run from the last position to the first.
-        unroll: as for `jax.lax.scan`.
-        lowering: further keyword arguments of `jax.lax.scan`, forwarded as they came.
-        names: what the body calls its carry and its x, for messages.
-        memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
-            trace, and with it values of an outer one.
+        lowering: how `jax.lax.scan` runs it.
+        given: what the verb was told beside init and xs; None where rules for derivatives keep the loop.
         trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
         remat: what the gradient recomputes of each step, as the user asked; of turns a tuple. None: the user did not.
-        wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
+        wishes: the chunks that transforms ask for, and what they put around them; see `nest.plan`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
-        rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
-        going: what the verb was told of a range that is known at run time, and from `EndEarly` on what ends the loop.
+        rows: where the rows of a masked scan are.
         runner: what runs the loop in place of `nest.run_levels`.
         turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
             `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
             than there are iterations. None: the loop runs its own step.
-        rest: a step on the same consts and state, and what it is fed: the turns that are left after the last
-            iteration, in reverse before the first.
         finish: what each transform does to the loop's results, in the order of the transforms.
-        offset: int32[], the position of the first step, for transforms that count from that of the whole run; None: 0.
     """
 
-    body: Body
+    callee: Callee
     step: Step
     consts: PyTree
     state: PyTree
     xs: Feed
     length: int
-    reverse: bool = False
-    unroll: int | bool = 1
-    lowering: tuple[tuple[str, Any], ...] = ()
-    names: tuple[str, str] = ("carry", "x")
-    memo: Memo | None = None
-    trace: Any = None
-    remat: Any = None
-    wishes: tuple[Any, ...] = ()
+    lowering: Lowering = Lowering()
+    given: Arguments | None = None
+    trace: Hoisted | None = None
+    remat: Remat | tuple[Remat | None, ...] | None = None
+    wishes: tuple[Wish, ...] = ()
     keeps: tuple[int | None, ...] | None = None
-    rows: Any = None
-    going: Any = None
-    runner: Callable[[Loop], tuple[Any, ...]] | None = None
+    rows: Rows | None = None
+    runner: Runner | None = None
     turns: tuple[Loop, ...] = ()
-    rest: tuple[Step, Feed] | None = None
     finish: tuple[Finish, ...] = ()
-    offset: Any = None
+
+    @property
+    def body(self) -> Body:
+        """The handle of the user's function."""
+        return self.callee.body
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """What the user's function calls its carry and its x."""
+        return self.callee.names
+
+    @property
+    def reverse(self) -> bool:
+        """Whether it runs from the last position to the first."""
+        return self.lowering.reverse
+
+    @property
+    def offset(self) -> Array | None:
+        """int32[], the position of the first step, of a part of a longer loop; None: 0."""
+        return None if self.given is None else self.given.offset
+
+    @property
+    def limit(self) -> Array | None:
+        """int32[], the most steps of a loop that may end early; None: it takes all of them."""
+        return None if self.runner is None else self.runner.limit
+
+    @property
+    def hoisted(self) -> Hoisted:
+        """What was read off its trace; it was traced."""
+        assert self.trace is not None
+        return self.trace
+
+    @property
+    def masked(self) -> Rows:
+        """Where its rows are; it has rows."""
+        assert self.rows is not None
+        return self.rows
 
     @property
     def each(self) -> tuple[Loop, ...]:
@@ -365,5 +452,6 @@ def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:
     """One loop of several over one state, an iteration of which runs a step of each. The last has no more steps."""
     if len(loops) == 1:
         return loops[0]
-    bare = dataclasses.replace(loops[0], consts=None, xs=Feed(None), length=loops[-1].length, memo=memo or Memo())
+    callee = dataclasses.replace(loops[0].callee, memo=memo or Memo())
+    bare = dataclasses.replace(loops[0], callee=callee, consts=None, xs=Feed(None), length=loops[-1].length)
     return dataclasses.replace(bare, turns=tuple(loops))

@@ -75,7 +75,7 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
     loop by lax.scan itself, so that this costs nothing, and a step needs no closure.
     """
     packed, mesh = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:])), _mesh_to_name(loop)
-    function = (loop.memo or loop.body.memo)(
+    function = (loop.callee.memo or loop.body.memo)(
         (_Lowered, loop.step, packed, mesh),
         lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names), mesh),
     )
@@ -103,7 +103,9 @@ def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> 
     traced = jax.disable_jit(False) if is_jit_disabled() else contextlib.nullcontext()
     try:
         with traced:
-            return lax_scan(function, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
+            return lax_scan(
+                function, carry, xs, length, loop.reverse, loop.lowering.unroll, **dict(loop.lowering.further)
+            )
     except TypeError as error:
         frames = (each.tb_frame for each in walk_traceback(error.__traceback__))
         if not any(is_package_frame(frame) and frame.f_code is _Lowered.__call__.__code__ for frame in frames):
@@ -129,7 +131,7 @@ def _mesh_to_name(loop: Loop) -> Any:
 
 def _has_remainder(loop: Loop) -> bool:
     """Whether an unrolled loop has steps that are left over."""
-    unroll = loop.unroll
+    unroll = loop.lowering.unroll
     return type(unroll) is int and unroll > 1 and isinstance(loop.length, int) and loop.length % unroll > 0
 
 

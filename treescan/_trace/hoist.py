@@ -27,7 +27,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
 from .._errors import ArgumentTypeError, BodyFault, named_options, speaking_of
 from .._loop.feed import Feed
-from .._loop.loop import Body, Loop, Memo, Step
+from .._loop.loop import Body, Loop, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split
@@ -223,7 +223,7 @@ class Hoisted(NamedTuple):
     @property
     def each(self) -> tuple[Hoisted, ...]:
         """The traces of the loops that take turns; of a loop without turns its own."""
-        return tuple(turn.trace for turn in self.loop.turns) or (self,)
+        return tuple(turn.hoisted for turn in self.loop.turns) or (self,)
 
     @property
     def repeatable(self) -> Lifted:
@@ -289,7 +289,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, feed)))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
-    hoisted = loop.having(step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
+    hoisted = loop.having(step=traced, consts=(unchanged, loop.consts), state=state, callee=loop.callee.apart())
     return Hoisted(
         hoisted,
         fixed,
@@ -314,7 +314,7 @@ def _hoist_turns(loop: Loop) -> Hoisted:
     unchanged, state = split(fixed, each[0].settled)
     turns = tuple(dataclasses.replace(one.loop, trace=one) for one in each)
     return Hoisted(
-        dataclasses.replace(loop, turns=turns, consts=(unchanged, None), state=state, memo=Memo()),
+        dataclasses.replace(loop, turns=turns, consts=(unchanged, None), state=state, callee=loop.callee.apart()),
         fixed,
         each[0].structure,
         tuple(one.y for one in each),
@@ -350,7 +350,7 @@ def _hoist_once(loop: Loop, known: dict[Hashable, Hoisted]) -> Hoisted:
     if found is not None:
         unchanged, state = split(found.fixed, jax.tree.leaves(loop.state))
         step, consts = found.loop.step, (unchanged, loop.consts)
-        return found._replace(loop=dataclasses.replace(loop, step=step, consts=consts, state=state, memo=Memo()))
+        return found._replace(loop=loop.having(step=step, consts=consts, state=state, callee=loop.callee.apart()))
     hoisted = hoist(loop)
     settled = jax.tree.unflatten(hoisted.structure, hoisted.settled)
     known[_kind(dataclasses.replace(loop, state=settled))] = hoisted
@@ -385,9 +385,9 @@ def traced(loop: Loop) -> Loop:
 def lifted(loop: Loop) -> Loop:
     """The traced loop with what its body closes over among its consts; see `lift`. Only then may transforms follow."""
     assert loop.trace is not None
-    if not isinstance(loop.trace.loop.step, Traced):  # it was lifted before
+    if not isinstance(loop.hoisted.loop.step, Traced):  # it was lifted before
         return loop
-    assert loop.step is loop.trace.loop.step
+    assert loop.step is loop.hoisted.loop.step
     hoisted = lift(loop.trace)
     step, consts, state = hoisted.loop.step, hoisted.loop.consts, hoisted.loop.state
     return dataclasses.replace(loop, step=step, consts=consts, state=state, trace=hoisted)

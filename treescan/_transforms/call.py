@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,11 @@ from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
 from .._loop.feed import Feed
-from .._loop.loop import Body, Loop, Memo, in_turn
+from .._loop.loop import Body, Callee, Loop, Lowering, Memo, in_turn
+
+if TYPE_CHECKING:
+    from .rows.axes import RowFlags
+    from .until.end_early import Bounds
 
 
 @dataclass(frozen=True)
@@ -84,19 +88,14 @@ class Call:
         offset = None if given.key is None else given.offset
         shared = Shared(given.key, given.args, offset) if given.key is not None or given.args else None
         return Loop(
-            body=self.body,
+            callee=Callee(self.body, self.names),
             step=CallBody(self.body, self.convention, self.sees_valid, self.frozen, self.custom),
             consts=shared,
             state=given.init,
             xs=Feed(given.xs, position=jnp.arange(self.length) if given.key is not None else None),
             length=self.length,
-            reverse=self.reverse,
-            unroll=self.unroll,
-            lowering=self.lowering,
-            names=self.names,
-            rows=given.rows,
-            going=given.bounds,
-            offset=given.offset,
+            lowering=Lowering(self.reverse, self.unroll, self.lowering),
+            given=Arguments(None, rows=given.rows, bounds=given.bounds, offset=given.offset),
         )
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -121,9 +120,9 @@ class Arguments(NamedTuple):
     xs: PyTree = None
     key: Array | None = None
     args: tuple[PyTree, ...] = ()
-    rows: Any = None
-    bounds: Any = None
-    offset: Any = None
+    rows: RowFlags | None = None
+    bounds: Bounds | None = None
+    offset: Array | None = None
 
 
 def names_of(body: Body, convention: Convention) -> tuple[str, str]:

@@ -396,7 +396,7 @@ def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Hoisted | 
 def _stays_a_loop(loop: Loop) -> bool:
     """Whether XLA runs the steps as a loop. It removes a loop of one step, and would then save everything."""
     single = isinstance(loop.length, int) and loop.length == 1
-    return loop.unroll is not True and loop.unroll == 1 and not single
+    return loop.lowering.unroll is not True and loop.lowering.unroll == 1 and not single
 
 
 def levels_in(remat: Remat) -> int:

@@ -240,7 +240,7 @@ def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], li
     """Runs a chunk of steps: the leaves of the last state, and of ys."""
     # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
     # a rule that referred to the memo would keep itself, and all that the body closes over. Nor may it hold tracers.
-    apart = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None), memo=Memo())
+    apart = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None), callee=loop.callee.apart())
 
     def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
         try:
@@ -366,7 +366,7 @@ class MappedLater:
 
 def with_safe_branches(loop: Loop) -> Loop:
     """The loop, whose trace tells whether its step branches, with that step made safe to map."""
-    return dataclasses.replace(loop, step=MappedLater(loop.step)) if loop.trace.branches else loop
+    return dataclasses.replace(loop, step=MappedLater(loop.step)) if loop.hoisted.branches else loop
 
 
 def _evaluate(jaxpr: Any, consts: Any, given: Any) -> list[Any]:
@@ -512,7 +512,7 @@ def products_pay(loop: Loop) -> bool:
     chunk than step by step, and a step that chooses among values would save all that it computes. The step of the loop
     closes over nothing.
     """
-    split = None if loop.trace.branches or chooses(loop.trace.jaxpr) else _split_of(loop)
+    split = None if loop.hoisted.branches or chooses(loop.hoisted.jaxpr) else _split_of(loop)
     if split is None:
         return False
     early, rest = split.derivative.early, split.derivative.rest
@@ -594,4 +594,4 @@ def with_early_products(loop: Loop) -> tuple[RestOfStep | AllOfStep, PyTree]:
 def _split_of(loop: Loop) -> Split | None:
     one = one_step(loop.xs)
     key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
-    return (loop.memo or Memo())(key, lambda: products_of_step(loop.step, loop.consts, loop.state, one))
+    return (loop.callee.memo or Memo())(key, lambda: products_of_step(loop.step, loop.consts, loop.state, one))

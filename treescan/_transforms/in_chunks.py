@@ -207,8 +207,8 @@ class SumChunks(Transform):
         if is_untraced(loop):
             return loop.finished(ys=lambda result: jax.tree.map(_sum, result.ys))
         loop = traced(loop)
-        structure = jax.tree.structure(loop.trace.y)
-        zeros = [place_like(jax.lax.full(aval.shape, 0, aval.dtype), aval) for aval in loop.trace.y_avals]
+        structure = jax.tree.structure(loop.hoisted.y)
+        zeros = [place_like(jax.lax.full(aval.shape, 0, aval.dtype), aval) for aval in loop.hoisted.y_avals]
         loop = loop.having(step=Summed(loop.step), state=(zeros, loop.state))
         return loop.finished(lambda state: state[1], lambda result: jax.tree.unflatten(structure, result.state[0]))
 

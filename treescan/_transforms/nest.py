@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._avals import PyTree
 from .._loop.chunk import Level, run_chunked
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Memo, Result, Step, is_untraced
+from .._loop.loop import Loop, Result, Step, is_untraced
 from .._loop.sizes import Wish, plan_sizes
 from .._loop.turns import Turns
 from .._trace.hoist import Hoisted, traced
@@ -24,8 +24,8 @@ from .outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
 
 def run_nested(loop: Loop) -> Any:
     """Runs a loop and finishes its results; see `finish`. Without wishes, this is only its `jax.lax.scan`."""
-    loop = in_rounds(loop)
-    results = run_levels(*plan(loop)) if loop.runner is None else loop.runner(loop)
+    loop = ready(loop)
+    results = run_levels(loop) if loop.runner is None else loop.runner(loop)
     return finish(loop, *results) if loop.finish else results  # in the container that the body chose for its pair
 
 
@@ -37,18 +37,24 @@ def finish(loop: Loop, *results: Any) -> Any:
     return result.short
 
 
-def run_levels(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
-    """Runs a loop in chunks that were planned, and the turns that are left beside it."""
-    if loop.rest is None:
-        return run_chunked(loop, levels) if loop.keeps is None else run_keeping(loop, levels, loop.keeps)
-    (step, feed), whole = loop.rest, dataclasses.replace(loop, rest=None)
+def run_levels(loop: Loop) -> tuple[PyTree, PyTree]:
+    """Runs a loop in its chunks, and the turns that are left after the last of them, in reverse before the first."""
+    whole, left = in_rounds(loop)
+    whole, levels = plan(whole)
+    if left is None:
+        return _run(whole, levels)
+    step, feed = left
     if loop.reverse:
-        state, last = step(loop.consts, loop.state, feed)
-        state, ys = run_levels(dataclasses.replace(whole, state=state), levels)
+        state, last = step(whole.consts, whole.state, feed)
+        state, ys = _run(whole.having(state=state), levels)
     else:
-        state, ys = run_levels(whole, levels)
-        state, last = step(loop.consts, state, feed)
+        state, ys = _run(whole, levels)
+        state, last = step(whole.consts, state, feed)
     return state, _append(loop, ys, last)
+
+
+def _run(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+    return run_chunked(loop, levels) if loop.keeps is None else run_keeping(loop, levels, loop.keeps)
 
 
 def _append(loop: Loop, ys: PyTree, last: PyTree) -> PyTree:
@@ -64,15 +70,20 @@ def _append(loop: Loop, ys: PyTree, last: PyTree) -> PyTree:
     return jax.tree.unflatten(structure, leaves)
 
 
-def in_rounds(loop: Loop) -> Loop:
-    """The loop whose step runs a step of each of those that take turns. A loop without turns comes back as it is.
+def ready(loop: Loop) -> Loop:
+    """The loop, traced if turns are left after the last round: each step is traced once for the rounds and for these."""
+    left = bool(loop.turns) and loop.turns[0].length > loop.length
+    return traced(loop) if left and not is_untraced(loop) else loop
 
-    Where turns are left after the last round, each step is traced once for both.
+
+def in_rounds(loop: Loop) -> tuple[Loop, tuple[Step, Feed] | None]:
+    """The loop whose step runs a step of each of those that take turns. A loop without turns comes back unchanged.
+
+    The step that runs the turns that are left after the last round comes beside the loop, with what it is fed. Its
+    consts and state are those of the loop.
     """
     if not loop.turns:
-        return loop
-    if loop.turns[0].length > loop.length and not is_untraced(loop):
-        loop = traced(loop)
+        return loop, None
     turns, rounds = loop.turns, loop.length
     count = sum(turn.length > rounds for turn in turns)
     left = tuple(jax.tree.map(lambda leaf: leaf[rounds], turn.xs) for turn in turns[:count])
@@ -82,17 +93,17 @@ def in_rounds(loop: Loop) -> Loop:
     # Outside of a loop, XLA could merge what is recomputed with the first computation.
     alone = tuple(dataclasses.replace(s, looped=False) if isinstance(s, Checkpointed) else s for s in steps[:count])
     if loop.trace is not None:
-        fixed = [trace.fixed for trace in loop.trace.each]
+        fixed = [trace.fixed for trace in loop.hoisted.each]
         steps, alone = (tuple(map(KeepUnchanged, each, fixed)) for each in (steps, alone))
         consts = tuple(inner for _, inner in consts)
     bodies = tuple(turn.body for turn in turns)
     step: Step = Turns(steps, bodies, loop.reverse)
     rest: Step = Turns(alone, bodies[:count], loop.reverse)
     if loop.trace is not None:
-        step, rest = (WithUnchanged(each, loop.trace.fixed) for each in (step, rest))
+        step, rest = (WithUnchanged(each, loop.hoisted.fixed) for each in (step, rest))
         consts = (loop.consts[0], consts)
     end = (rest, Feed(left)) if count else None
-    return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=(), rest=end)
+    return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=()), end
 
 
 def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
@@ -205,6 +216,6 @@ def in_whole_state(hoisted: Hoisted) -> Loop:
     turns, state = list[Loop](), hoisted.each[0].settled
     for one in hoisted.each:
         step, (_, inner) = KeepUnchanged(one.loop.step, one.fixed), one.loop.consts
-        turns.append(dataclasses.replace(one.loop, step=step, consts=inner, state=state, memo=Memo()))
+        turns.append(one.loop.having(step=step, consts=inner, state=state, callee=one.loop.callee.apart()))
     loop = hoisted.loop.with_turns(turns)
     return loop.finished(lambda leaves: jax.tree.unflatten(hoisted.structure, leaves))

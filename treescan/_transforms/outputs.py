@@ -59,10 +59,10 @@ class KeepOutputs(Transform):
         if is_untraced(loop) or not loop.length or loop.runner is not None:
             return loop.finished(ys=lambda result: keep_afterwards(result.ys, save, reverse=reverse))
         loop = traced(loop)
-        keeps, structure = spread_keeps(save, loop.trace.y), jax.tree.structure(loop.trace.y)
+        keeps, structure = spread_keeps(save, loop.hoisted.y), jax.tree.structure(loop.hoisted.y)
         if is_thinned(keeps):
             refuse_symbolic(loop.length, "save")
-            if loop.trace.refs:
+            if loop.hoisted.refs:
                 refuse_with_refs("save")
         loop = dataclasses.replace(loop, keeps=keeps)
         return loop.finished(ys=lambda result: without_dropped(kept_leaves(result.ys, keeps), structure, save))
@@ -75,14 +75,15 @@ def refuse_parts_of_keeps(save: Prefix, call: Call, given: Arguments) -> None:
         Fault: for an `ArgumentError`.
     """
     blocks = len(call.each)  # that take turns, each of which counts its own layers
-    known = isinstance(given.offset, np.integer)
+    position: Any = given.offset
+    known = isinstance(position, np.integer)
     for keep in (keep for keep in save.leaves if keep is not None and keep > 1):
-        if known and not int(given.offset) % (keep * blocks):
+        if known and not int(position) % (keep * blocks):
             continue
         steps = f"{keep} {{unit}}s" if blocks == 1 else f"{keep * blocks} {{unit}}s, {keep} for each block"
         raise Misuse(
             f"{{call}}: `save={keep}` needs an `offset` that is a multiple of {steps}, got "
-            f"{int(given.offset) if known else describe_traced(given.offset)}.",
+            f"{int(position) if known else describe_traced(position)}.",
             f"Cut the whole run at multiples of {keep * blocks}. Only the last part may have another length."
             if known
             else f"Pass `offset` as an int, at multiples of {keep * blocks}: which outputs are kept must be known when "
@@ -385,7 +386,7 @@ def _as_function(loop: Loop, step: Step) -> Step:
     def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         return step(consts, state, feed)
 
-    return (loop.memo or loop.body.memo)((_as_function, step), lambda: jax.jit(body))
+    return (loop.callee.memo or loop.body.memo)((_as_function, step), lambda: jax.jit(body))
 
 
 def _settled(loop: Loop) -> PyTree:

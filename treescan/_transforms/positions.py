@@ -152,11 +152,11 @@ class RecordOutputs(Transform):
                 "{verb} over {body}: `save` with positions needs to know the number of {unit}s, but it is symbolic.",
                 "Leave it out, or export with a known number of {unit}s.",
             )
-        by_itself = loop.runner is not None or loop.turns or loop.rows is not None or loop.going is not None
+        by_itself = loop.runner is not None or loop.turns or loop.rows is not None
         if by_itself or is_untraced(loop):
             return loop.finished(ys=functools.partial(_put_back, self.save, ()))
         loop = traced(loop)
-        keeps, avals = spread_keeps(self.save, loop.trace.y), loop.trace.y_avals
+        keeps, avals = spread_keeps(self.save, loop.hoisted.y), loop.hoisted.y_avals
         arrays, slots, recorded = list[Array](), list[np.ndarray](), list[bool]()
         for keep, aval in zip(keeps, avals, strict=True):
             recorded.append(isinstance(keep, Positions) and bool(keep.at) and not _is_stacked(aval))

@@ -37,7 +37,7 @@ class Program:
         with self.call.scope():
             for transform in self.transforms:
                 loop = transform(loop)
-            return run_nested(loop if loop.offset is None else loop.having(offset=None))  # rules keep loops
+            return run_nested(loop.having(given=None))  # rules keep loops
 
 
 class Taken(BaseException):

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from .._avals import Array, PyTree, as_arrays, describe_argument, dtype_of, exac
 from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse, expect, noted
 from .._loop.feed import Feed, Slot
-from .._loop.loop import Body, Loop, Memo, Paced, Step, is_untraced
+from .._loop.loop import Body, Loop, Paced, Step, is_untraced
 from .._loop.sizes import Around, Wish
 from .._progress import (
     FEW,
@@ -37,7 +37,7 @@ from .._progress import (
 )
 from .._trace.hoist import hoist, traced
 from .._tree import thaw_static
-from .nest import plan, run_levels
+from .nest import run_levels
 from .refuse import refuse_symbolic
 from .rows.leaves import any_along, most_of_all, most_of_devices
 from .transform import Stage, Transform
@@ -139,6 +139,21 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     return meter
 
 
+@runtime_checkable
+class ShowsItself(Protocol):
+    """A `Runner` that reports how many steps it took."""
+
+    def show(self, loop: Loop, updates: int | None, showing: Showing, /) -> Loop:
+        """The loop that does so.
+
+        Args:
+            loop: the loop that it runs.
+            updates: the most reports, if the user said that.
+            showing: what is shown of the carry.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class ShowProgress(Transform):
     """`progress`: shows how far the loop has come.
@@ -164,8 +179,8 @@ class ShowProgress(Transform):
 
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
-        if loop.going is not None:
-            return loop.going.show(loop, self.progress.updates, Showing(self.progress, loop, custom=self.custom))
+        if isinstance(loop.runner, ShowsItself):
+            return loop.runner.show(loop, self.progress.updates, Showing(self.progress, loop, custom=self.custom))
         if loop.steps:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress
@@ -191,7 +206,9 @@ def _settled(loop: Loop) -> Loop:
     """A loop that is not traced, its weak types settled: a chunk is not run a second time for them."""
     with jax.disable_jit(False):
         settled = hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).settled
-    return dataclasses.replace(loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), memo=Memo())
+    return dataclasses.replace(
+        loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), callee=loop.callee.apart()
+    )
 
 
 def _live_steps(loop: Loop) -> Array | None:
@@ -199,7 +216,7 @@ def _live_steps(loop: Loop) -> Array | None:
     valid = loop.xs.valid
     if loop.turns:
         return jnp.full(loop.length, len(loop.turns), jnp.int32)
-    if loop.rows is None or valid is None or loop.rows.all_valid:
+    if loop.rows is None or valid is None or loop.masked.all_valid:
         return None
     return most_of_all(most_of_devices(any_along(valid, range(1, valid.ndim)).astype(jnp.int32)))
 
@@ -261,9 +278,10 @@ class RunTold:
     """Runs a loop, and reports its end, where its chunks do not: if reports are paced, or if steps follow the loop."""
 
     tell: TellChunks
+    limit: ClassVar[None] = None
 
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
-        results, tell = run_levels(*plan(loop)), self.tell
+        results, tell = run_levels(loop), self.tell
         if tell.more:
             false, (state, _) = jnp.zeros((), bool), results
             tick = Tick(tell.run, tell.total, tell.total, false, ~false)

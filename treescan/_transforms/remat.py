@@ -68,7 +68,7 @@ def is_cheap(hoisted: Hoisted) -> bool:
 
 def saves_steps(loop: Loop) -> bool:
     """Whether the gradient of a traced loop had better save each step: no product pays, and nothing to recompute."""
-    return not (products_pay(loop) or is_cheap(loop.trace))
+    return not (products_pay(loop) or is_cheap(loop.hoisted))
 
 
 def _least_segment(length: int) -> int:
@@ -102,14 +102,14 @@ class Recompute(Transform):
         return None if plan is None else cls(plan)
 
     def __call__(self, loop: Loop) -> Loop:
-        if loop.going is not None:
+        if loop.limit is not None:
             return self._of_early_end(loop)
-        masked, remat = loop.rows is not None and not loop.rows.all_valid, self.remat
+        masked, remat = loop.rows is not None and not loop.masked.all_valid, self.remat
         if remat == AUTO:
             return loop if masked or is_untraced(loop) else choose_fastest(loop)
         of_all = None if isinstance(remat, tuple) else remat
         if masked:
-            refuse_to_repeat(loop.trace)
+            refuse_to_repeat(loop.hoisted)
             refuse_budget(of_all, "a masked scan")
             refuse_offload(of_all)
         if is_untraced(loop):
@@ -118,14 +118,14 @@ class Recompute(Transform):
                     fit_budget(hoist(loop), of_all)
             return loop
         loop = traced(loop)
-        for trace in loop.trace.each:
+        for trace in loop.hoisted.each:
             with speaking_of(trace.loop.body.function):
                 refuse_to_repeat(trace)
         plans = remat if isinstance(remat, tuple) else (remat,) * len(loop.each)
-        warn_of_unknown_names(plans, loop.trace.each)
+        warn_of_unknown_names(plans, loop.hoisted.each)
         if isinstance(remat, tuple):
             return dataclasses.replace(checkpoint_steps(loop, *plans), remat=remat)
-        plan = fit_budget(loop.trace, remat)
+        plan = fit_budget(loop.hoisted, remat)
         return loop if plan is None else _recompute(loop, plan)
 
     def _of_early_end(self, loop: Loop) -> Loop:
@@ -134,7 +134,7 @@ class Recompute(Transform):
         refuse_budget(self.remat, "a loop whose number of steps is not known")
         refuse_offload(self.remat)
         if not is_untraced(loop):
-            warn_of_unknown_names([self.remat], [loop.trace])
+            warn_of_unknown_names([self.remat], [loop.hoisted])
         return dataclasses.replace(loop, remat=self.remat)
 
 
@@ -155,7 +155,7 @@ def choose_fastest(loop: Loop) -> Loop:
     if not isinstance(loop.length, int):
         return loop
     loop = traced(loop)
-    remat = fastest(loop.trace)
+    remat = fastest(loop.hoisted)
     if isinstance(remat, Remat):
         return _recompute(loop, remat)
     if remat is None:
@@ -166,18 +166,18 @@ def choose_fastest(loop: Loop) -> Loop:
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:
     """The loop with chunks of so many steps that the gradient recomputes, unless the body may not be computed twice."""
-    if loop.trace.effects or loop.trace.refs:
+    if loop.hoisted.effects or loop.hoisted.refs:
         return loop
     return _recompute(loop, Remat(_WHOLE, levels=2, segment=size))
 
 
 def _recompute(loop: Loop, remat: Remat) -> Loop:
     """The traced loop, its steps and chunks recomputed as a plan says."""
-    masked = loop.rows is not None and not loop.rows.all_valid
-    at_once = not (masked or loop.turns) and saves_whole_steps(loop.trace, remat)
+    masked = loop.rows is not None and not loop.masked.all_valid
+    at_once = not (masked or loop.turns) and saves_whole_steps(loop.hoisted, remat)
     loop = ready_for_chunks(loop) if at_once else loop
     loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
-    related = any(relates(trace.jaxpr) for trace in loop.trace.each)
+    related = any(relates(trace.jaxpr) for trace in loop.hoisted.each)
     wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None, related=related)
     return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
 

@@ -105,7 +105,7 @@ class Truncate(Transform):
 
 def _left_unchanged(loop: Loop) -> tuple[bool, ...]:
     """For each leaf of a traced loop's state whether no step changes it, although it stayed there."""
-    returned, fixed = loop.trace.returned, loop.trace.fixed
+    returned, fixed = loop.hoisted.returned, loop.hoisted.fixed
     left: list[bool] = split(fixed[len(fixed) - len(returned) :], returned)[1]  # an option may have put leaves before
     return (*(False for _ in range(len(loop.state) - len(left))), *left)
 
@@ -134,9 +134,9 @@ def truncate_rows(loop: Loop, size: int) -> Loop:
     With an offset, `lengths` alone say where rows are, so a row that still runs took as many steps as there were. A
     leaf that all rows share is never reset. Its steps are those in which any row is valid.
     """
-    valid, unchanged, axes, ran = loop.xs.valid, loop.rows.unchanged, loop.rows.axes.state, loop.offset
+    valid, unchanged, axes, ran = loop.xs.valid, loop.masked.unchanged, loop.masked.axes.state, loop.offset
     # Where segments begin in time; that of a row's first may be left out.
-    begins = None if loop.rows.resets is None else flags_of(loop, reverse=False)
+    begins = None if loop.masked.resets is None else flags_of(loop, reverse=False)
     cut = _cuts(valid, begins, size, ran, reverse=loop.reverse)
     shared = None
     if None in axes:

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._avals import Array, PyTree, as_arrays, is_sharded
 from ..._errors import Fault, NonFiniteError, TracedMisuse, named_options, speaking_of
-from ..._loop.loop import Loop, Memo, Result, is_jit_disabled
+from ..._loop.loop import Loop, Result, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._tree import short_repr
@@ -132,7 +132,7 @@ class CheckFinite(Transform):
         refuse_devices()
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
         hoisted, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
-        last = (loop.steps if loop.going is None else loop.going.limit) - 1
+        last = (loop.steps if loop.limit is None else loop.limit) - 1
         for turn, trace, about in zip(loop.each, hoisted.each, self.each, strict=True):
             with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
                 refuse_effects(trace)
@@ -155,18 +155,18 @@ class CheckFinite(Transform):
             watched = tuple(not fixed for fixed in site.fixed)
             if len(watched) > count:  # those that no step changes have left the state
                 watched = (True,) * count
-            axes = (None,) * count if loop.rows is None else loop.rows.axes.state
+            axes = (None,) * count if loop.rows is None else loop.masked.axes.state
             keyed = turn.xs.position is not None
             step = Watched(step=turn.step, keyed=keyed, counts=early, last=last, watched=watched, axes=axes)
             xs = turn.xs if early else turn.xs._replace(position=positions_of(turn, place, len(turns)))
-            turns[place] = dataclasses.replace(with_heads(turn, heads), step=step, xs=xs, memo=Memo())
+            turns[place] = dataclasses.replace(with_heads(turn, heads), step=step, xs=xs, callee=turn.callee.apart())
 
         def notes(result: Result) -> dict[str, PyTree]:
             found = evidence_of_step(earliest(result.state[0]), sites, result.steps)
             pairs = ((evidence, case_of(sites[place], told)) for place, evidence, told in found)
             return {"evidence": tuple((evidence._replace(offset=loop.offset), case) for evidence, case in pairs)}
 
-        checked = dataclasses.replace(plain.with_turns(turns), memo=Memo())
+        checked = dataclasses.replace(plain.with_turns(turns), callee=plain.callee.apart())
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
 
     def _in_leaves(self, loop: Loop, hoisted: Hoisted) -> Loop:

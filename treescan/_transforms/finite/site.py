@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_like, shard, spec_parts
 from ..._loop.chunk import Level, run_chunked
 from ..._loop.feed import Feed
-from ..._loop.loop import Loop, Memo, Step, in_turn
+from ..._loop.loop import Loop, Step, in_turn
 from ..._trace.blame import Blame, becomes_bad
 from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift
 from ..._tree import leaves_with_path, merge, split
@@ -49,7 +49,7 @@ def batch_of(loop: Loop) -> tuple[int, ...]:
 def of_rows(value: Array, loop: Loop) -> Array:
     """A value of shape [*batch, ...], its rows sharded as those of the state, where shardings are part of the type."""
     batch = len(batch_of(loop))
-    for leaf, axis in zip(loop.state, loop.rows.axes.state, strict=True) if batch else ():
+    for leaf, axis in zip(loop.state, loop.masked.axes.state, strict=True) if batch else ():
         sharding = jax.typeof(leaf).sharding
         parts = () if axis is None else spec_parts(sharding.spec)[axis : axis + batch]
         if any(part is not None for part in parts):
@@ -67,7 +67,7 @@ def with_heads(loop: Loop, heads: list[Array]) -> Loop:
         begins = Begins(begins.flags, [*(None for _ in heads), *begins.targets], (*none, *begins.tables))
     before = rows.unchanged
     unchanged = None if before is None else lambda: (*none, *before())
-    trace = loop.trace._replace(fixed=(*none, *loop.trace.fixed))
+    trace = loop.hoisted._replace(fixed=(*none, *loop.hoisted.fixed))
     axes = (*(0,) * len(heads), *rows.axes.state)
     rows = rows._replace(begins=begins, unchanged=unchanged)
     return with_axes(dataclasses.replace(loop, state=state, trace=trace, rows=rows), state=axes)
@@ -75,7 +75,7 @@ def with_heads(loop: Loop, heads: list[Array]) -> Loop:
 
 def in_rows(loop: Loop, hoisted: Hoisted) -> Hoisted:
     """The trace of a masked loop that `is_untraced`, with its rows where it has them."""
-    rows, fixed, begins = loop.rows, hoisted.fixed, loop.rows.begins
+    rows, fixed, begins = loop.masked, hoisted.fixed, loop.masked.begins
     left = rows_of(hoisted, rows.axes, rows.y_axes)
     if begins is not None:
         begins = Begins(begins.flags, split(fixed, begins.targets)[1], tuple(split(fixed, begins.tables)[1]))
@@ -199,8 +199,10 @@ class Site:
             ran = mask_of_lengths(taken, loop.length)
             xs = xs._replace(valid=ran[::-1] if loop.reverse else ran)
         step = self.hoisted.repeatable.silenced()
-        bare = dataclasses.replace(loop, trace=None, finish=(), wishes=(), unroll=1, lowering=(), runner=None)
-        return dataclasses.replace(bare, step=step, consts=consts, state=state, xs=xs, rows=rows, memo=Memo())
+        bare = dataclasses.replace(loop, trace=None, finish=(), wishes=(), lowering=loop.lowering.plain, runner=None)
+        return dataclasses.replace(
+            bare, step=step, consts=consts, state=state, xs=xs, rows=rows, callee=bare.callee.apart()
+        )
 
     def row_axes(self, rows: Rows | None) -> LeafAxes:
         """For each leaf of the state where these rows are; None: it belongs to all, or there are none."""
@@ -208,7 +210,7 @@ class Site:
 
     def valid_of(self, feed: Feed) -> Array | None:
         """The mask of a step, as the user knows it. A loop whose condition is one bool has none."""
-        alone = feed.valid is not None and not feed.valid.ndim and self.given.going is not None
+        alone = feed.valid is not None and not feed.valid.ndim and self.given.limit is not None
         return None if alone else feed.valid
 
     def x_of(self, x: PyTree, consts: PyTree) -> PyTree:
@@ -219,12 +221,15 @@ class Site:
     @property
     def structure(self) -> TreeDef:
         """Of the state that is the user's; there may be indices around it."""
-        return self.hoisted.structure if self.given.rows is None else self.given.trace.structure
+        return self.hoisted.structure if self.given.rows is None else self.given.hoisted.structure
 
     def carry_of(self, leaves: Sequence[Any]) -> PyTree:
         """The user's carry, of the leaves of the state."""
-        if self.given.going is not None:
-            return self.given.going.condition.state_of(leaves)
+        if self.given.limit is not None:
+            from ..until.run import Going
+
+            assert isinstance(self.given.runner, Going)
+            return self.given.runner.condition.state_of(leaves)
         state = jax.tree.unflatten(self.structure, leaves)
         return self.given.carry_of(state) if self.given.rows is None else state
 
@@ -252,9 +257,9 @@ def traced_as_it_runs(loop: Loop) -> Hoisted:
     with jax.disable_jit(False):
         if loop.rows is None:
             return lift(hoist(loop))
-        if loop.rows.unchanged is None:
-            return loop.trace._replace(loop=loop)
-        return in_rows(loop, lift(hoist(loop, [not fixed for fixed in loop.rows.unchanged()])))
+        if loop.masked.unchanged is None:
+            return loop.hoisted._replace(loop=loop)
+        return in_rows(loop, lift(hoist(loop, [not fixed for fixed in loop.masked.unchanged()])))
 
 
 @dataclass(frozen=True, eq=False)
@@ -452,11 +457,11 @@ def state_before(at: At, loop: Loop) -> list[Array]:
     again = dataclasses.replace(around, step=step, consts=(at.first, around.consts), xs=xs)
     size = math.isqrt(loop.length) if isinstance(loop.length, int) else 1
     state, _ = run_chunked(again, (Level(size, lambda step, looped: Stretch(step)),) if size > 1 else ())
-    if loop.rows is None or loop.rows.resets is None:
+    if loop.rows is None or loop.masked.resets is None:
         return state
     begins = begins_of(loop, loop.state)
     flags = at_step(begins.flags, at.place)
-    return begin(flags, state, begins.targets, loop.rows.axes.state, begins.tables)
+    return begin(flags, state, begins.targets, loop.masked.axes.state, begins.tables)
 
 
 def _evaluate(told: Told, state: list[Array], feed: Feed, site: Site, loop: Loop) -> list[Any]:

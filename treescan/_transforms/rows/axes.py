@@ -103,6 +103,12 @@ class Rows(NamedTuple):
     own_values: bool = False
 
 
+def told(loop: Loop) -> RowFlags:
+    """What the verb was told of the rows of a loop."""
+    assert loop.given is not None and loop.given.rows is not None
+    return loop.given.rows
+
+
 def without_arrays(rows: Rows) -> Rows:
     """Where the rows are, without arrays, because rules for derivatives must not contain tracers."""
     return rows._replace(resets=None, begins=None, given=RowFlags())
@@ -110,7 +116,7 @@ def without_arrays(rows: Rows) -> Rows:
 
 def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
     """The loop, with its rows on other axes."""
-    return loop.having(rows=loop.rows._replace(axes=loop.rows.axes._replace(**axes)))
+    return loop.having(rows=loop.masked._replace(axes=loop.masked.axes._replace(**axes)))
 
 
 def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:

@@ -83,7 +83,7 @@ def hold(loop: Loop, held: tuple[bool, ...], start: Sequence[Array], avals: Sequ
         start: for each leaf of y what is held before there is a valid one, a scalar.
         avals: the type of each leaf, with what it says of shardings.
     """
-    axes = loop.rows.axes
+    axes = loop.masked.axes
     if not any(held):
         return loop
     leaves = [(a, value) for a, value, on in zip(avals, start, held, strict=True) if on]
@@ -255,12 +255,12 @@ class KeepRows(Transform):
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):
             outputs = RowOutputs(Idle(without_hold(self.fill)), ())
-            kept = loop.having(rows=loop.rows._replace(outputs=outputs))
+            kept = loop.having(rows=loop.masked._replace(outputs=outputs))
             return kept.finished(ys=lambda result: self._afterwards(loop, result))
-        y, save = loop.trace.y, self.save or EVERYTHING
+        y, save = loop.hoisted.y, self.save or EVERYTHING
         keeps = spread_keeps(save, y)
         loop, stacked, outputs = self._hold(loop, keeps)
-        loop = loop.having(keeps=stacked, rows=loop.rows._replace(outputs=outputs))
+        loop = loop.having(keeps=stacked, rows=loop.masked._replace(outputs=outputs))
 
         def finish(result: Result) -> PyTree:
             ys = kept_leaves(result.ys, stacked)
@@ -278,21 +278,21 @@ class KeepRows(Transform):
         Returns:
             The loop, what it keeps of the outputs that it stacks, and what it makes of them.
         """
-        y, fill = loop.trace.y, self.fill
+        y, fill = loop.hoisted.y, self.fill
         start, fills = fill_leaves(fill, y), fill.spread(y, "y")
-        if loop.rows.all_valid:  # nothing is filled, and the last y of all rows is that of the last step
+        if loop.masked.all_valid:  # nothing is filled, and the last y of all rows is that of the last step
             none = (False,) * len(keeps)
-            left = _of(loop.rows.axes.y, [keep is not None for keep in keeps])
+            left = _of(loop.masked.axes.y, [keep is not None for keep in keeps])
             return with_axes(loop, y=tuple(left)), keeps, RowOutputs(Idle(Prefix.of([])), none)
         held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
-        loop = hold(loop, held, start, loop.trace.y_avals)
+        loop = hold(loop, held, start, loop.hoisted.y_avals)
         stacked = tuple(None if keep == LAST else keep for keep in keeps)
         left = [keep is not None for keep in stacked]
         numbers = iter(range(sum(held)))
         slots = _of([next(numbers) if on else None for on in held], left)
         idle = Idle(Prefix.of(_of(fills, left)), tuple(slots))
         lasts = tuple(keep == LAST for keep in _of(keeps, held))
-        return with_axes(loop, y=tuple(_of(loop.rows.axes.y, left))), stacked, RowOutputs(idle, held, lasts)
+        return with_axes(loop, y=tuple(_of(loop.masked.axes.y, left))), stacked, RowOutputs(idle, held, lasts)
 
     def _afterwards(self, loop: Loop, result: Result) -> PyTree:
         """Each row's last valid y, from the outputs of all steps, if steps ran one by one or there is none."""
@@ -302,9 +302,9 @@ class KeepRows(Transform):
         if result.steps is not None:
             ran = mask_of_lengths(result.steps, loop.length)
             valid = ran[::-1] if loop.reverse else ran
-        y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, one_of(ys), "y", valid.shape[1:])
+        y_axes = spread_batch_axes("y_axes", loop.masked.y_axes, one_of(ys), "y", valid.shape[1:])
         if loop.length:
-            end = slice(None) if loop.rows.given.spans else slice(1) if loop.reverse else slice(-1, None)
+            end = slice(None) if loop.masked.given.spans else slice(1) if loop.reverse else slice(-1, None)
             held = [
                 end if keep == LAST else slice(None) if fill == HOLD else None
                 for keep, fill in zip(keeps, fills, strict=True)
@@ -314,7 +314,7 @@ class KeepRows(Transform):
             leaves = jax.tree.leaves(ys)
             wide = [jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(starts, leaves, strict=True)]
             ys = map_leaves(lambda y, leaf, keep: leaf if keep == LAST else y, ys, wide, keeps)
-        if loop.rows.given.spans is not None:
+        if loop.masked.given.spans is not None:
             ys = _of_sequences(
                 loop, ys, [axis if keep == LAST else None for axis, keep in zip(y_axes, keeps, strict=True)], starts
             )
@@ -325,7 +325,8 @@ def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Se
     """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
     from .resets import are_valid, ends_of
 
-    spans = loop.rows.given.spans
+    spans = loop.masked.given.spans
+    assert spans is not None
     some = are_valid(spans, loop.xs.valid)
 
     def ended(y: Array, axis: int | None, start: Array) -> Array:

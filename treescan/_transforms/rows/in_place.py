@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 
@@ -47,18 +47,18 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     Under `jax_remat3` the derivative of a rule like that of `InPlace` saves what its checkpoints were to leave out.
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
-    held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
+    held = any(slot is not None for slot in loop.masked.outputs.idle.held or ())
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
     fits = chunks and not is_remat3() and not changed
-    return loop.having(runner=InPlace(tiers, loop.rows.own_values, saves)) if fits else loop
+    return loop.having(runner=InPlace(tiers, loop.masked.own_values, saves)) if fits else loop
 
 
 def _without_arrays(loop: Loop) -> Loop:
     """A loop with types in place of the arrays of its trace, and without those of its rows."""
-    traced = loop.trace.loop
+    traced = loop.hoisted.loop
     types = _Given(*jax.tree.map(jax.typeof, (traced.consts, traced.state, traced.xs)))
     traced = types.put_into(traced).having(rows=None, trace=None, finish=())
-    return loop.having(trace=loop.trace._replace(loop=traced), rows=without_arrays(loop.rows), finish=())
+    return loop.having(trace=loop.hoisted._replace(loop=traced), rows=without_arrays(loop.masked), finish=())
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class InPlace:
     tiers: tuple[int, ...]
     own_values: bool
     saves: bool
+    limit: ClassVar[None] = None
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
@@ -103,15 +104,15 @@ class InPlace:
     def _run(self, loop: Loop, size: int) -> Result:
         if self.own_values and len(self.tiers) == 1:
             loop = loop.having(consts=without_pairs(loop.consts))
-        products = has_large_products(loop.trace.jaxpr)
-        return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.rows.axes, products=products)
+        products = has_large_products(loop.hoisted.jaxpr)
+        return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.masked.axes, products=products)
 
     @staticmethod
     def _outputs(loop: Loop) -> list[Array]:
         """The outputs of a loop that runs nothing."""
-        kept = zip(loop.trace.y_avals, loop.keeps or (), strict=True)
+        kept = zip(loop.hoisted.y_avals, loop.keeps or (), strict=True)
         y = [aval for aval, keep in kept if keep is not None]
         types = [stacked_type(leaf, loop.length) for leaf in y]
-        idle = loop.rows.outputs.idle(loop.state, types)
+        idle = loop.masked.outputs.idle(loop.state, types)
         masked = varying_axes(jax.typeof(loop.xs.valid))
         return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]

@@ -300,10 +300,10 @@ class Mask(Transform):
         return cls(Prefix.of(fill), repr(fill))
 
     def __call__(self, loop: Loop) -> Loop:
-        if loop.rows.all_valid:
+        if loop.masked.all_valid:
             return loop
         fill = without_hold(self.fill) if is_untraced(loop) else self.fill
-        return mask(loop, fill, lengths=loop.rows.given.lengths)
+        return mask(loop, fill, lengths=loop.masked.given.lengths)
 
 
 def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
@@ -314,14 +314,14 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
         fill: a prefix of y: what it is on padded steps.
         lengths: int[*batch], if each row's valid steps are known to be its first ones; None: they are any.
     """
-    axes, fixed_axes, valid = loop.rows.axes, loop.rows.fixed, loop.xs.valid
+    axes, fixed_axes, valid = loop.masked.axes, loop.masked.fixed, loop.xs.valid
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
     fixed, inner = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
         loop = loop.having(consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, lengths, share=share)
-    decided = not is_untraced(loop) and loop.trace is not None and decides(loop.trace.jaxpr)
-    step = Masked(loop.step, axes.state, axes.consts, axes.x, loop.rows.y_axes, fill, decides=decided)
+    decided = not is_untraced(loop) and loop.trace is not None and decides(loop.hoisted.jaxpr)
+    step = Masked(loop.step, axes.state, axes.consts, axes.x, loop.masked.y_axes, fill, decides=decided)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = loop.having(step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))

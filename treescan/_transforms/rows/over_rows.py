@@ -27,6 +27,7 @@ from .axes import (
     rows_of_x,
     spread_batch_axes,
     spread_carry_axes,
+    told,
 )
 from .checks import leads
 from .leaves import lend_rows, mask_of_lengths, without_false_alarms
@@ -56,10 +57,10 @@ class OverRows(Transform):
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
-        valid, resets = self._flags(loop)
-        all_valid, changing = loop.rows[:2] == (None, None), _changing(loop.rows)
-        given: RowFlags = loop.rows
-        told = all_valid or bool(getattr(loop.step, "sees_valid", False))
+        given = told(loop)
+        valid, resets = self._flags(given, loop.length)
+        all_valid, changing = given[:2] == (None, None), _changing(given)
+        tells = all_valid or bool(getattr(loop.step, "sees_valid", False))
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
@@ -74,9 +75,9 @@ class OverRows(Transform):
 
                 loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
-            if loop.going is not None:
+            if loop.limit is not None:
                 refuse_refs_in_skipped_steps(hoisted)
-            _refuse_refs(hoisted, tiers, self.others, told=told)
+            _refuse_refs(hoisted, tiers, self.others, told=tells)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             if len(tiers) > 1:
                 from .compact import fewer_tiers, trace_tiers
@@ -99,12 +100,11 @@ class OverRows(Transform):
         refuse_tiers(tiers, loop)
         return tiers
 
-    def _flags(self, loop: Loop) -> tuple[Array, Array | None]:
+    def _flags(self, flags: RowFlags, length: int) -> tuple[Array, Array | None]:
         """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
-        flags: RowFlags = loop.rows
         resets = None if flags.resets is None else jnp.moveaxis(jnp.asarray(flags.resets), self.time_axis, 0)
         if flags.lengths is not None:
-            return mask_of_lengths(flags.lengths, loop.length), resets
+            return mask_of_lengths(flags.lengths, length), resets
         if flags.mask is not None:
             return jnp.moveaxis(jnp.asarray(flags.mask), self.time_axis, 0), resets
         assert resets is not None
@@ -139,7 +139,7 @@ class OverRows(Transform):
         """Where the rows of a batch are: in the carry, in what is sliced of x, and in what is given whole."""
         carry, x = loop.names
         axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
-        if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
+        if batch or loop.limit is None:  # a condition that is one bool is not for rows, so no carry is asked for any
             axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
         return axes, *rows_of_x(loop.xs.x, self.x_axes, in_axes, x, batch)
 
@@ -148,8 +148,8 @@ class OverRows(Transform):
 
         A mask may have a last axis of 1, as it is multiplied with features. The batch may lead in the data.
         """
-        flags, leaves, other, found = loop.rows, jax.tree.leaves(loop.xs.x), 1 - self.time_axis, list[str]()
-        has_last = len(batch) > 1 and batch[-1] == 1 and loop.going is None
+        flags, leaves, other, found = told(loop), jax.tree.leaves(loop.xs.x), 1 - self.time_axis, list[str]()
+        has_last = len(batch) > 1 and batch[-1] == 1 and loop.limit is None
         may_turn = bool(leaves) and set(self.in_axes or (0,)) == {self.time_axis} and flags.spans is None
         for cuts, turns in ((True, False), (False, True), (True, True)):
             if found or cuts > has_last or turns > may_turn:

@@ -218,13 +218,13 @@ class EndsOfSequences(Transform):
     stage: ClassVar[Stage] = Stage.ENDED
 
     def __call__(self, loop: Loop) -> Loop:
-        spans, valid, axes = loop.rows.given.spans, loop.xs.valid, loop.rows.axes.state
+        spans, valid, axes = loop.masked.given.spans, loop.xs.valid, loop.masked.axes.state
         if spans is None:
             return loop
         refuse_split_rows(spans, valid)
-        held = any(loop.rows.outputs.held)
+        held = any(loop.masked.outputs.held)
         leaves, structure = jax.tree.flatten(loop.state)
-        lasts = loop.rows.outputs.lasts  # the ends of an output that is held, and is not kept, are of no use
+        lasts = loop.masked.outputs.lasts  # the ends of an output that is held, and is not kept, are of no use
         kept = (*(axis if last else None for last, axis in zip(lasts, axes, strict=False)), *axes[len(lasts) :])
         starts = [_start(loop, i, leaf, kept[i], spans) for i, leaf in enumerate(leaves) if kept[i] is not None]
         numbers = numbers_of(spans, valid.shape)
@@ -236,7 +236,7 @@ class EndsOfSequences(Transform):
             state=_join(starts, loop.state, held=held),
             xs=END.put(loop.xs, ending),
         )
-        outputs = sum(loop.rows.outputs.held)
+        outputs = sum(loop.masked.outputs.held)
         loop = with_axes(loop, state=(*axes[:outputs], *(None,) * len(starts), *axes[outputs:]))
 
         def finish(state: PyTree) -> PyTree:
@@ -251,7 +251,7 @@ class EndsOfSequences(Transform):
 def _start(loop: Loop, number: int, leaf: Array, axis: int | None, spans: Spans) -> Array:
     """The initial ends of a leaf: the values that the sequences begin from. Sequences of 0 steps end with these."""
     assert axis is not None
-    begins, of_state = loop.rows.begins, number - len(loop.rows.outputs.lasts)
+    begins, of_state = loop.masked.begins, number - len(loop.masked.outputs.lasts)
     target = None if begins is None or of_state < 0 else begins.targets[of_state]
     target = leaf if target is None else target
     if begins is not None and of_state >= 0 and begins.tables[of_state]:
@@ -321,17 +321,17 @@ class BeginSegments(Transform):
     stage: ClassVar[Stage] = Stage.BEGUN
 
     def __call__(self, loop: Loop) -> Loop:
-        begins, valid, axes = self._begins(loop), loop.xs.valid, loop.rows.axes.state
+        begins, valid, axes = self._begins(loop), loop.xs.valid, loop.masked.axes.state
         state = loop.state
-        if not (loop.rows.all_valid or 0 in valid.shape):
+        if not (loop.masked.all_valid or 0 in valid.shape):
             have, first = first_valid(valid, reverse=loop.reverse)
             flags = pick_steps(begins.flags, first, 0)
             flags = flags & have if flags.dtype == jnp.bool_ else select(have, flags, jnp.zeros_like(flags))
             state = begin(flags, state, begins.targets, axes, begins.tables)
-        return dataclasses.replace(loop, state=state, rows=loop.rows._replace(begins=begins))
+        return dataclasses.replace(loop, state=state, rows=loop.masked._replace(begins=begins))
 
     def _begins(self, loop: Loop) -> Begins:
-        rows, valid = loop.rows, loop.xs.valid
+        rows, valid = loop.masked, loop.xs.valid
         varying = varying_axes(jax.typeof(valid))
         given = rows.given.to if rows.given.inits is None else rows.given.inits
         own = [value for value, is_fixed in zip(given, rows.was_fixed, strict=True) if not is_fixed]
@@ -342,6 +342,7 @@ class BeginSegments(Transform):
         ]
         flags = flags_of(loop, reverse=loop.reverse)
         if rows.given.inits is not None:
+            assert rows.given.spans is not None
             numbers = numbers_of(rows.given.spans, valid.shape)
             flags = select(flags, numbers, jnp.zeros_like(numbers))
         return Begins(flags, targets, tables)
@@ -354,6 +355,7 @@ class ResetRows(Transform):
     stage: ClassVar[Stage] = Stage.RESET
 
     def refuse_part(self, call: Call, given: Arguments) -> None:
+        assert given.rows is not None
         if given.rows.spans is not None:
             raise Misuse(
                 "{call}: xs is a `Packed`, whose sequences begin and end in it, so it is no part of a longer run.",
@@ -372,9 +374,9 @@ class ResetRows(Transform):
             )
 
     def __call__(self, loop: Loop) -> Loop:
-        if loop.rows.resets is None:
+        if loop.masked.resets is None:
             return loop
-        axes, begins = loop.rows.axes, begins_of(loop, loop.state)
+        axes, begins = loop.masked.axes, begins_of(loop, loop.state)
         pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
         own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
         loop = dataclasses.replace(
@@ -388,9 +390,9 @@ class ResetRows(Transform):
 
 def begins_of(loop: Loop, state: list[Array]) -> Begins:
     """What segments begin from, in the leaves of a state: what was said, or that state."""
-    if loop.rows.begins is not None:
-        return loop.rows.begins
-    inits = [leaf if axis is not None else None for leaf, axis in zip(state, loop.rows.axes.state, strict=True)]
+    if loop.masked.begins is not None:
+        return loop.masked.begins
+    inits = [leaf if axis is not None else None for leaf, axis in zip(state, loop.masked.axes.state, strict=True)]
     return Begins(flags_of(loop, reverse=loop.reverse), inits, (False,) * len(inits))
 
 
@@ -399,7 +401,8 @@ def flags_of(loop: Loop, *, reverse: bool) -> Array:
 
     For a `Packed`, also sequences whose first step is not valid begin there.
     """
-    rows, valid = loop.rows, loop.xs.valid
+    rows, valid = loop.masked, loop.xs.valid
+    assert rows.resets is not None
     if rows.all_valid:
         # In reverse, a segment begins one step before each flag, in time.
         return jnp.concatenate([rows.resets[1:], jnp.zeros_like(rows.resets[:1])]) if reverse else rows.resets

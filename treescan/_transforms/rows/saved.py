@@ -30,7 +30,7 @@ from jax.core import eval_jaxpr
 from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.feed import Feed
-from ..._loop.loop import Loop, Memo, Step
+from ..._loop.loop import Loop, Step
 from ..._trace.dependence import dependent
 from ..._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
@@ -276,12 +276,12 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         raise Unproven("it is better to compute chunks again, or their products at once")
     given = loop.consts, loop.state, fed
     spread = any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given))
-    if spread or reshards(loop.trace.jaxpr):
+    if spread or reshards(loop.hoisted.jaxpr):
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
     part, d_on = nonzero_part(given, (d_consts, d_state, SCHEDULE.put(d_fed, None)))
     found = linearize(dataclasses.replace(loop, xs=fed), part)
-    bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
+    bare, record = as_step(loop).bare.having(callee=loop.callee.apart()), found.record  # a rule may not hold tracers
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = SCHEDULE.put(fed, schedule)
@@ -371,7 +371,14 @@ def _push_all(
 
         state = [zeros_like(leaf) for leaf in given.consts], cotangents.state
         xs = SCHEDULE.put(Feed((*read, cotangents.ys)), schedule)
-        loop = dataclasses.replace(bare, step=step, consts=same, state=state, xs=xs, reverse=not bare.reverse)
+        loop = dataclasses.replace(
+            bare,
+            step=step,
+            consts=same,
+            state=state,
+            xs=xs,
+            lowering=dataclasses.replace(bare.lowering, reverse=not bare.reverse),
+        )
         (d_consts, d_state), d_xs = write_chunks(loop, size, [zeros_like(leaf) for leaf in given.xs])
         return _In(d_consts, d_state, d_xs)
 

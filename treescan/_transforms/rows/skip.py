@@ -137,7 +137,7 @@ class Skip(Transform):
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):
             return _run_unless_all_is_padding(loop)
-        if loop.rows.all_valid:
+        if loop.masked.all_valid:
             return self._recompute_chunks(loop)
         chunk, tiers = self._plan(loop)
         if not _has_schedule(loop):
@@ -145,7 +145,7 @@ class Skip(Transform):
         for option, asked in (("chunk", chunk), ("compact", len(tiers) > 1)):
             if asked:
                 refuse_symbolic(loop.length, option)
-        trace, cut = loop.trace, chunk != 0 and isinstance(loop.length, int)
+        trace, cut = loop.hoisted, chunk != 0 and isinstance(loop.length, int)
         size = min(chunk or _chunk_size(loop.length, tiers), loop.length) if cut else loop.length
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
@@ -161,13 +161,13 @@ class Skip(Transform):
 
         A branch that is not taken writes zeros for what the others save, so that the branches of `compact` recompute.
         """
-        if loop.trace.effects:
+        if loop.hoisted.effects:
             return ChunkRemat.NONE
         from ..remat import is_large
 
-        if not self._is_chosen(loop, tiers) or is_large(loop.trace):
-            return ChunkRemat.DECIDES_ONCE if relates(loop.trace.jaxpr) else ChunkRemat.RECOMPUTES
-        return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
+        if not self._is_chosen(loop, tiers) or is_large(loop.hoisted):
+            return ChunkRemat.DECIDES_ONCE if relates(loop.hoisted.jaxpr) else ChunkRemat.RECOMPUTES
+        return ChunkRemat.SAVES_ALL if chooses(loop.hoisted.jaxpr) else ChunkRemat.SAVES_STEPS
 
     def _is_chosen(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
         """Whether the user left it to us what the gradient recomputes."""
@@ -195,8 +195,8 @@ class Skip(Transform):
         Raises:
             Fault: for an `ArgumentError` if such a body is to be run in branches, or computed a second time.
         """
-        chunk, tiers = self.chunk, loop.rows.tiers
-        if loop.trace.refs:
+        chunk, tiers = self.chunk, loop.masked.tiers
+        if loop.hoisted.refs:
             asked = {"chunk": bool(chunk), "compact": len(tiers) > 1, "save": is_thinned(loop.keeps)}
             for option in (name for name, on in asked.items() if on):
                 refuse_with_refs(option)
@@ -243,8 +243,8 @@ class ScheduleChunks:
     rules: bool
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
-        rows, valid = loop.rows, loop.xs.valid
-        rules = self.rules and loop.trace.products
+        rows, valid = loop.masked, loop.xs.valid
+        rules = self.rules and loop.hoisted.products
         recomputed, only = loop.remat is not None, size == loop.length
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
         if self.rules:

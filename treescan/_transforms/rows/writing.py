@@ -73,7 +73,12 @@ def write_chunks(
 
     carried = run_rest(carried) if left and loop.reverse else carried
     chunks = loop.having(
-        step=main, consts=consts, state=carried, xs=SCHEDULE.put(whole, scheduled), length=count, unroll=1, lowering=()
+        step=main,
+        consts=consts,
+        state=carried,
+        xs=SCHEDULE.put(whole, scheduled),
+        length=count,
+        lowering=loop.lowering.plain,
     )
     carried, _ = run(chunks)
     carried = run_rest(carried) if left and not loop.reverse else carried

@@ -173,13 +173,13 @@ class Condition:
 
     def fitted(self, loop: Loop) -> Condition:
         """The condition, traced for what the trace of the loop made of the state, and for each number of rows."""
-        call, given, rows = self.call, self._own(loop.trace.settled), loop.rows
+        call, given, rows = self.call, self._own(loop.hoisted.settled), loop.masked
         if call is None:
             return self
         fits = list(map(jax.typeof, given)) == list(self.jaxprs[0].in_avals)
         state = self.state_of(given)
         condition = self if fits else Condition.of(call, state, traced=True)
-        axes = tuple(merge(loop.trace.fixed, rows.fixed, rows.axes.state)[-len(given) :])
+        axes = tuple(merge(loop.hoisted.fixed, rows.fixed, rows.axes.state)[-len(given) :])
         others = [condition.with_fewer_rows(state, axes, tier, max(rows.tiers)) for tier in rows.tiers[:-1]]
         return dataclasses.replace(condition, jaxprs=(*condition.jaxprs, *others))
 

@@ -122,8 +122,8 @@ class EarlyExit:
         loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
         step = masked_step(loop.step, stands_in=False) if self.own_values else loop.step
         step = masked_step(step, branches=True) if self.branches else step
-        take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.rows.axes.y)
-        ordered = len(self.loop.rows.tiers) > 1
+        take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.masked.axes.y)
+        ordered = len(self.loop.masked.tiers) > 1
         if tell is not None:  # rows that are brought together for a chunk are not in their places within it
             stride = max(outputs.every, default=1)
             steps = () if ordered else range(1, 1 + (stride == 1))
@@ -133,7 +133,7 @@ class EarlyExit:
 
         def around_chunk(step: Step, size: int) -> Step:
             if ordered and size == sizes[0]:
-                return TakeLiveRows(step, size, outputs, self.branches, save, self.loop.rows.tiers, axes_in_run(loop))
+                return TakeLiveRows(step, size, outputs, self.branches, save, self.loop.masked.tiers, axes_in_run(loop))
             return TakeChunk(step, size, outputs, self.branches, save)
 
         def around(size: int) -> Around | None:
@@ -174,7 +174,7 @@ class EarlyExit:
 
         A chunk that runs on some rows alone takes these rows out of its slices.
         """
-        return bool(self.branches and jax.tree.leaves(self.loop.xs) and len(self.loop.rows.tiers) < 2)
+        return bool(self.branches and jax.tree.leaves(self.loop.xs) and len(self.loop.masked.tiers) < 2)
 
     def _places(self, length: int) -> Array:
         """int32[length]: the place of each step in xs, of a loop that is made as long as this."""
@@ -188,7 +188,7 @@ class EarlyExit:
             return self.length, ((self.chunks.size,) if self.branches else ())  # more than the state goes in or out
         if not self.branches:
             return self.loop.length, ()
-        if len(self.loop.rows.tiers) < 2:
+        if len(self.loop.masked.tiers) < 2:
             return nested_sizes(self.loop.length)
         length, sizes = nested_sizes(self.chunks.number)
         return length * self.chunks.size, tuple(size * self.chunks.size for size in (1, *sizes))

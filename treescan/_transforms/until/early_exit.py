@@ -162,7 +162,7 @@ def whole_state(fixed: tuple[bool, ...], reads: Reads, state: PyTree) -> list[An
 
 def all_fixed(loop: Loop) -> tuple[bool, ...]:
     """For each leaf of the whole state whether no step changes it. What options add to the state leads it."""
-    fixed: tuple[bool, ...] = loop.rows.was_fixed
+    fixed: tuple[bool, ...] = loop.masked.was_fixed
     return (*(False for _ in range(len(jax.tree.leaves(loop.state)) - fixed.count(False))), *fixed)
 
 
@@ -262,7 +262,7 @@ class TakeLiveRows(TakeChunk):
 
 def axes_in_run(loop: Loop) -> RowAxes:
     """Where the rows are in a loop whose consts are `Reads`, and its state `Progress`."""
-    axes: RowAxes = loop.rows.axes
+    axes: RowAxes = loop.masked.axes
     others = len(jax.tree.leaves(loop.consts)) - len(axes.consts)
     return axes._replace(consts=(*axes.consts, *(None,) * others), state=(0, 0, *axes.state))
 
@@ -294,7 +294,8 @@ def plan_chunks(loop: Loop) -> Chunks:
     length, keeps = loop.length, loop.keeps or ()
     stride = math.gcd(*(keep for keep in keeps if keep and 1 < keep <= length)) or 1
     stride = 1 if loop.reverse and length % stride else stride
-    sizes, ordered = remat_sizes(length, loop.remat), len(loop.rows.tiers) > 1
+    assert not isinstance(loop.remat, tuple)  # which is of turns
+    sizes, ordered = remat_sizes(length, loop.remat), len(loop.masked.tiers) > 1
     chosen = min(chunk_size(length) if ordered else _chunk_of(length), length)
     size, inner = (sizes[-1], sizes[:-1]) if sizes else (chosen, ())
     if stride > 1:

@@ -25,8 +25,7 @@ from ..rows.leaves import select
 from ..rows.over_rows import OverRows
 from ..transform import Stage, Transform
 from .condition import CallCondition, Condition
-from .reports import TellTaken, show_taken
-from .run import run_while_going
+from .run import Going
 
 
 class Bounds(NamedTuple):
@@ -62,37 +61,6 @@ class Bounds(NamedTuple):
         apart = jax.lax.convert_element_type(upper - lower, unsigned)  # the difference may not fit the signed type
         within = jnp.minimum(apart, jnp.asarray(most, unsigned)).astype(jnp.int32)
         return jnp.where(upper > lower, within, jnp.zeros_like(within))
-
-
-class Going(NamedTuple):
-    """What ends a loop.
-
-    Attributes:
-        condition: whether another step is taken.
-        holds: bool[*batch], whether it holds for the first state; [] but where each row stops by itself.
-        limit: int32[], the most steps.
-        total: int32[], the number of steps, where it is known.
-        verb: the name of the verb, for errors that are raised after it has returned.
-        run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
-        tell: reports the steps that were taken; or None.
-    """
-
-    condition: Condition
-    holds: Array
-    limit: Array
-    total: Array | None
-    verb: str
-    run: tuple[Array, Array] | None = None
-    tell: TellTaken | None = None
-
-    def show(self, loop: Loop, *asked: Any) -> Loop:
-        """The loop, which shows how many steps were taken: `progress` asks for it here, so as not to load it always.
-
-        Args:
-            loop: the loop.
-            asked: the most reports, and what is shown of the carry.
-        """
-        return show_taken(loop, *asked)
 
 
 @contextlib.contextmanager
@@ -142,7 +110,8 @@ class EndEarly(Transform):
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
-        bounds: Bounds | None = loop.going
+        assert loop.given is not None
+        bounds = loop.given.bounds
         body, compact, limit = loop.step, self.compact, jnp.asarray(np.int32(loop.length))
         assert isinstance(body, CallBody)
         limit = limit if bounds is None else bounds.steps(loop.length)
@@ -159,10 +128,10 @@ class EndEarly(Transform):
         most, none = jnp.full(holds.shape, loop.length, jnp.int32), jnp.zeros(holds.shape, jnp.int32)
         lengths = select(holds & (limit > 0), most, none)
         going = Going(condition, holds, limit, None if bounds is None else limit, body.convention.verb)
-        loop = dataclasses.replace(loop, rows=RowFlags(lengths=lengths), going=going, runner=run_while_going)
+        loop = loop.having(given=loop.given._replace(rows=RowFlags(lengths=lengths)), runner=going)
         loop = OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop)
         fitted = condition if is_untraced(loop) else condition.fitted(loop)
-        return dataclasses.replace(loop, going=going._replace(condition=fitted))
+        return loop.having(runner=going._replace(condition=fitted))
 
     def _without_rows(self, loop: Loop, body: CallBody) -> Loop:
         """The loop, if no option and no body asks for rows. Its body is told of none.

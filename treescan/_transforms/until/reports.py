@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,19 +18,22 @@ from .condition import Condition
 from .early_exit import Chunks, Progress, Reads, all_fixed, whole_state
 
 
-def show_taken(loop: Loop, updates: int | None, showing: Showing) -> Loop:
-    """The loop, which shows the steps that were taken.
+def report_taken(
+    loop: Loop, condition: Condition, total: Array | None, updates: int | None, showing: Showing
+) -> tuple[tuple[Array, Array], TellTaken]:
+    """Begins the reports of a loop: int32[] each, the number of the run and its steps, and what reports them.
 
     Args:
         loop: the loop.
+        condition: whether another step is taken.
+        total: int32[], the number of steps, where it is known.
         updates: the most reports, if the user said that.
         showing: what is shown of the carry.
     """
-    going, reporter = loop.going, Reporter(showing.site)
-    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total)
+    reporter = Reporter(showing.site)
+    total = jnp.full((), -1, jnp.int32) if total is None else _largest(total)
     run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
-    tell = TellTaken(reporter, showing, updates or MOST, going.condition, all_fixed(loop))
-    return dataclasses.replace(loop, going=going._replace(run=(run, total), tell=tell))
+    return (run, total), TellTaken(reporter, showing, updates or MOST, condition, all_fixed(loop))
 
 
 def _largest(steps: Array) -> Array:

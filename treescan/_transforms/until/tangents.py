@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, vary_over
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.feed import Feed, Slot
-from ..._loop.loop import Loop, Memo, Step
+from ..._loop.loop import Loop, Step
 from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from ..._tree import Part
@@ -232,8 +232,8 @@ def push_forward(
             state=given.state,
             xs=Feed(chunks._replace(d_x=given.xs)),
             length=loop.length // size,
-            unroll=1,
-            memo=Memo(),
+            lowering=dataclasses.replace(loop.lowering, unroll=1),
+            callee=loop.callee.apart(),
         )
         return run_chunked(over, _levels_of_chunks(over.length, step))
 
@@ -324,7 +324,7 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
         branches: whether a branch may depend on data.
         rules: whether a chunk may have a rule for derivatives of its own.
     """
-    size, tiers = plan.size, loop.rows.tiers
+    size, tiers = plan.size, loop.masked.tiers
     order = numbers_of_steps(loop.length, reverse=loop.reverse)
     first = mask_of_lengths(taken, loop.length)
     valid = first[::-1] if loop.reverse else first
@@ -340,7 +340,7 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
     ends = jnp.max(group(order, size), axis=1) >= least
     by_step = dataclasses.replace(loop, step=StepByStep(loop.step, outputs.zero()))
-    some = [_Fed(step, 0, ORDER) for step in outputs.zero().on_live_rows(every, tiers, loop.rows.axes)]
+    some = [_Fed(step, 0, ORDER) for step in outputs.zero().on_live_rows(every, tiers, loop.masked.axes)]
     runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1, _LIVE), _Fed(every))
     branch = jnp.where((schedule.branch == len(tiers)) & ~ends, len(runners), schedule.branch)
     return Ways(runners, branch, group(valid, size), (schedule.order, group(order < most, size)))
@@ -355,7 +355,10 @@ def recomputed_chunk(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
 
 def run_chunk(loop: Loop, outputs: StepOutputs, size: int) -> Step:
     """What runs a chunk, and saves all of it."""
-    return as_step(dataclasses.replace(loop, length=size, unroll=1), outputs.levels(size, (), lambda size: None))
+    return as_step(
+        loop.having(length=size, lowering=dataclasses.replace(loop.lowering, unroll=1)),
+        outputs.levels(size, (), lambda size: None),
+    )
 
 
 _PRODUCTS = frozenset({"mul", "square", "integer_pow"})
