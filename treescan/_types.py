@@ -14,6 +14,7 @@ from ._errors import Misuse, TypeMisuse, named_fields, named_options
 
 if TYPE_CHECKING:
     from ._progress import Progress
+    from .options import Option
 
 
 @named_fields
@@ -221,6 +222,7 @@ class ScanOptions(OutputOptions, PartOption, total=False):
     name: str | None
     progress: ProgressLike
     check_finite: bool
+    options: Sequence[Option]
 
 
 class ChunkOptions(TypedDict, total=False):
@@ -253,6 +255,7 @@ class ForiOptions(IndexOptions, total=False):
 
     remat: RematLike | None
     progress: ProgressLike
+    options: Sequence[Option]
 
 
 class RangeOptions(ForiOptions, total=False):
@@ -339,6 +342,7 @@ class LayersOptions(IndexOptions, PartOption, total=False):
     in_axes: Axes
     remat: RematLike | Sequence[RematLike | None] | None
     progress: ProgressLike
+    options: Sequence[Option]
 
 
 class KeyedLayers(LayersOptions, KeyOption):

@@ -43,12 +43,19 @@ def modules() -> dict[str, ast.Module]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
-    """(level, module, names) of every import, wherever it stands."""
+    """(level, module, names) of every import, wherever it is, but for those that only type checkers read."""
+    types = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
+        if node in types:
+            continue
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, []) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.level, node.module or "", [alias.name for alias in node.names]
+
+
+def _is_for_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def own_imports(module: str, tree: ast.AST | None = None) -> Iterator[str]:

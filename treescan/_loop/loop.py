@@ -207,6 +207,11 @@ def within(step: Step, kind: type[Any], change: Callable[[Any], Step]) -> Step:
     return dataclasses.replace(cast(Any, step), step=within(inner, kind, change))
 
 
+def innermost(step: Any, kind: type[_T]) -> _T:
+    """Of a step around others, the one of a kind."""
+    return step if isinstance(step, kind) else innermost(step.step, kind)
+
+
 class Result(NamedTuple):
     """What a loop returns.
 

@@ -393,6 +393,29 @@ def lifted(loop: Loop) -> Loop:
     return dataclasses.replace(loop, step=step, consts=consts, state=state, trace=hoisted)
 
 
+def wrapped(loop: Loop, step_of: Callable[[Step], Step] | None = None) -> Loop:
+    """The traced loop with something around its step: it is lifted, and what its trace told holds of the whole.
+
+    Args:
+        loop: the loop.
+        step_of: the step with what is put around it; None: the step itself.
+    """
+    loop = lifted(traced(loop))
+    if step_of is None:
+        return loop
+    step = step_of(loop.step)
+    jaxpr = jax.make_jaxpr(step)(loop.consts, loop.state, one_step(loop.xs))
+    hoisted, effects = loop.hoisted, _effects_of(jaxpr)
+    hoisted = hoisted._replace(
+        effects=hoisted.effects or not effects <= _NAMED_AXIS,
+        once_only=hoisted.once_only or not effects <= _REPEATED,
+        reverse_rule=hoisted.reverse_rule or has_reverse_rule(jaxpr.jaxpr),
+        branches=hoisted.branches or has_branches(jaxpr.jaxpr),
+        products=hoisted.products or holds(jaxpr.jaxpr, PRODUCTS),
+    )
+    return loop.having(step=step, trace=hoisted)
+
+
 def flattened(loop: Loop) -> Loop:
     """The loop in the form of a traced one, but without a trace, if it `is_untraced`."""
     return as_loop(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))

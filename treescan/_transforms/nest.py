@@ -71,7 +71,7 @@ def _append(loop: Loop, ys: PyTree, last: PyTree) -> PyTree:
 
 
 def ready(loop: Loop) -> Loop:
-    """The loop, traced if turns are left after the last round: each step is traced once for the rounds and for these."""
+    """The loop, traced if turns are left after the last round, so that each step is traced once for both."""
     left = bool(loop.turns) and loop.turns[0].length > loop.length
     return traced(loop) if left and not is_untraced(loop) else loop
 

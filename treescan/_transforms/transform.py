@@ -13,6 +13,7 @@ from .call import Arguments, Call
 class Stage(Enum):
     """Where a transform is among the others. Each names its own, as `stage`; no stage names a transform."""
 
+    EXTENDED = "It makes the body another one. All others take the two for one."
     FED = (
         "It makes what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
         "condition that sees the carry as it was given."

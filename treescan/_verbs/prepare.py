@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -45,6 +45,7 @@ from ..carries._registry import Adopted, adopt
 if TYPE_CHECKING:
     from .._progress import Progress
     from .._transforms.progress import ShowProgress
+    from ..options import Option
 
 
 def _of_batches() -> Any:
@@ -86,6 +87,7 @@ class Prepared:
         adopted: the values in init that became custom carries.
         alive: the body's function, which may be another object than the user's that is equal to it.
         cond: another function that the program calls: what is compiled goes with whichever of the two goes first.
+        options: those of strangers.
         other_axes: the axes of the other calls that take turns.
     """
 
@@ -95,6 +97,7 @@ class Prepared:
     adopted: Adopted
     alive: Any
     cond: Callable[..., Any] | None = None
+    options: Sequence[Option] = ()
     other_axes: tuple[LeafAxes | None, ...] = ()
 
     @property
@@ -167,7 +170,7 @@ class Prepared:
         Returns:
             The last state and ys; a `Result` if there is more. Its `evidence` is the report that the user gets.
         """
-        program = Program(self.call, in_order(*transforms))
+        program = Program(self.call, in_order(*foreign(self.options), *transforms))
         if self.given.offset is not None:
             for transform in program.transforms:
                 transform.refuse_part(self.call, self.given)
@@ -257,6 +260,15 @@ def recording(save: Any) -> Transform | None:
     return RecordOutputs.of(save)
 
 
+def foreign(options: Any) -> list[Transform]:
+    """The transforms of options of strangers."""
+    if options is None or (isinstance(options, list | tuple) and not options):
+        return []
+    from .._transforms.foreign import of_strangers
+
+    return of_strangers(options)
+
+
 def truncating(truncate: Any) -> Transform | None:
     """The transform of `truncate`, or None if no gradient is cut."""
     if truncate is None:
@@ -296,6 +308,7 @@ def prepare(
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
+    options: Sequence[Option] = (),
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
 
@@ -314,6 +327,7 @@ def prepare(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
+        options: as for `treescan.scan`.
 
     Raises:
         Fault: as `treescan.scan`.
@@ -340,7 +354,7 @@ def prepare(
         **check_run(steps, reverse, unroll, name),
     )
     given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
-    return Prepared(call, given, axes, adopted, alive)
+    return Prepared(call, given, axes, adopted, alive, options=options)
 
 
 def first_position(offset: Any, steps: int) -> Any:

@@ -50,7 +50,8 @@ from .prepare import Prepared, body_of, first_position, recording
 Remats = tuple[Remat | None, ...] | Remat | None
 
 if TYPE_CHECKING:
-    pass
+    from ..options import Option
+
 
 
 class Stacks(NamedTuple):
@@ -367,6 +368,7 @@ def prepare_layers(
     check_finite: bool = False,
     progress: ProgressLike = None,
     name: str | None = None,
+    options: Sequence[Option] = (),
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
 
@@ -395,6 +397,7 @@ def prepare_layers(
         axes,
         adopted,
         handles,
+        options=options,
         other_axes=tuple(others),
     )
     plans = check_remats(remat, stacks)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Unpack, overload
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .._arguments import check_options
 from .._avals import Array, ArrayLike, PyTree
@@ -31,6 +31,9 @@ from .._types import (
     Y,
 )
 from .prepare import returned, run_scan
+
+if TYPE_CHECKING:
+    from ..options import Option
 
 ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 _OF_FOLDS = frozenset(Options.__annotations__) | {"lengths"}
@@ -110,6 +113,7 @@ def scan(
     name: str | None = None,
     progress: ProgressLike = None,
     check_finite: bool | Returned = False,
+    options: Sequence[Option] = (),
     **unknown: Any,
 ) -> Any:
     """Scans a function over the steps of `xs`, carrying state from step to step.
@@ -163,6 +167,7 @@ def scan(
             carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
             infinity that the carry had before the step is allowed. "return" raises nothing. It returns a
             `treescan.FiniteReport` behind the other results, without a callback.
+        options: options of your own, each a `treescan.options.Option`.
 
     Returns:
         The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`. With
@@ -207,6 +212,7 @@ def scan(
             name=name,
             progress=progress,
             check_finite=check_finite,
+            options=options,
             lowering=lowering,
         )
         return returned(result)

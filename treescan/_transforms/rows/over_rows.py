@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
+from ..._body.call import CallBody
 from ..._errors import Cure, Fault, Misuse
-from ..._loop.loop import Loop, is_untraced
+from ..._loop.loop import Loop, innermost, is_untraced
 from ..._loop.run import checks_key_reuse, debugs_nans
 from ..._trace.equations import is_for_data_alone
 from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
@@ -60,7 +61,7 @@ class OverRows(Transform):
         given = told(loop)
         valid, resets = self._flags(given, loop.length)
         all_valid, changing = given[:2] == (None, None), _changing(given)
-        tells = all_valid or bool(getattr(loop.step, "sees_valid", False))
+        tells = all_valid or innermost(loop.step, CallBody).sees_valid
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)

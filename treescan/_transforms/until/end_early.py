@@ -17,7 +17,7 @@ from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
 from ..._errors import BodyFault, Misuse
 from ..._loop.feed import Feed
-from ..._loop.loop import Body, Loop, Step, is_untraced
+from ..._loop.loop import Body, Loop, Step, innermost, is_untraced, within
 from ..._tree import Prefix, map_leaves
 from ..axes import count_from
 from ..rows.axes import RowFlags
@@ -112,8 +112,7 @@ class EndEarly(Transform):
     def __call__(self, loop: Loop) -> Loop:
         assert loop.given is not None
         bounds = loop.given.bounds
-        body, compact, limit = loop.step, self.compact, jnp.asarray(np.int32(loop.length))
-        assert isinstance(body, CallBody)
+        body, compact, limit = innermost(loop.step, CallBody), self.compact, jnp.asarray(np.int32(loop.length))
         limit = limit if bounds is None else bounds.steps(loop.length)
         call = None if self.cond is None else CallCondition(self.cond, loop.names[0], body.frozen, bool(body.custom))
         condition = Condition.of(call, loop.state, traced=not is_untraced(loop))
@@ -128,6 +127,7 @@ class EndEarly(Transform):
         most, none = jnp.full(holds.shape, loop.length, jnp.int32), jnp.zeros(holds.shape, jnp.int32)
         lengths = select(holds & (limit > 0), most, none)
         going = Going(condition, holds, limit, None if bounds is None else limit, body.convention.verb)
+        assert loop.given is not None  # by the verb
         loop = loop.having(given=loop.given._replace(rows=RowFlags(lengths=lengths)), runner=going)
         loop = OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop)
         fitted = condition if is_untraced(loop) else condition.fitted(loop)
@@ -155,7 +155,9 @@ class EndEarly(Transform):
                 "each row. It returned a single bool.",
                 "Let the condition return bool[*batch], or give `valid` a default.",
             )
-        return dataclasses.replace(loop, step=Untold(dataclasses.replace(body, sees_valid=False)))
+        return loop.having(
+            step=within(loop.step, CallBody, lambda body: Untold(dataclasses.replace(body, sees_valid=False)))
+        )
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,7 @@ class Untold:
 def _with_count(loop: Loop, bounds: Bounds | None, limit: Array) -> Loop:
     """The loop with positions and indices in the state: without xs, nothing in it is as long as the loop."""
     if loop.xs.position is not None:
-        loop = dataclasses.replace(loop, xs=Feed(loop.xs.x))
+        loop = loop.having(xs=loop.xs._replace(position=None))
         loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
     if bounds is not None:
         first, others = bounds.first, limit - 1
