@@ -26,8 +26,9 @@ class Around(Enum):
         "hidden outside of it, and what the gradient recomputes holds it."
     )
     MASK = (
-        "The step of all rows, padded ones included. The state is a list of the arrays that steps change, with what "
-        "other options added to it. What the gradient recomputes holds the option."
+        "The step of all rows, padded ones included, but not of chunks that are skipped, nor of rows that `compact` "
+        "leaves out. The state is a list of the arrays that steps change, with what other options added to it. What "
+        "the gradient recomputes holds the option."
     )
     REMAT = (
         "The step that `remat` recomputes. The state is as for `MASK`. What the option itself computes is saved, but "

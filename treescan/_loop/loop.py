@@ -280,7 +280,7 @@ class Lowering:
 
     @property
     def plain(self) -> Lowering:
-        """The same direction, nothing unrolled: for a loop over chunks."""
+        """In its direction, with nothing unrolled: for a loop over chunks."""
         return Lowering(self.reverse)
 
 
@@ -300,20 +300,16 @@ class Callee:
     memo: Memo | None = None
 
     def apart(self) -> Callee:
-        """The same, for a step that holds a trace: what is made for it goes with the loop."""
+        """The function of a step that holds a trace: what is made for that step goes with the loop."""
         return Callee(self.body, self.names, Memo())
 
 
 class Runner(Protocol):
-    """Runs a loop in place of its chunks, with what it keeps beside the loop.
-
-    Attributes:
-        limit: int32[], the most steps of a loop that may end early; None: it takes all of them.
-    """
+    """Runs a loop in place of its chunks, with what it keeps beside the loop."""
 
     @property
     def limit(self) -> Array | None:
-        """See above."""
+        """int32[], the most steps of a loop that may end early; None: it takes all of them."""
         ...
 
     def __call__(self, loop: Loop, /) -> tuple[Any, ...]:

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from ..options import Option
 
 
-
 class Stacks(NamedTuple):
     """What the layers of each block are made of; static leaves are frozen.
 

@@ -57,7 +57,7 @@ def _without_arrays(loop: Loop) -> Loop:
     """A loop with types in place of the arrays of its trace, and without those of its rows."""
     traced = loop.hoisted.loop
     types = _Given(*jax.tree.map(jax.typeof, (traced.consts, traced.state, traced.xs)))
-    traced = types.put_into(traced).having(rows=None, trace=None, finish=())
+    traced = types.put_into(traced).having(given=None, rows=None, trace=None, finish=())
     return loop.having(trace=loop.hoisted._replace(loop=traced), rows=without_arrays(loop.masked), finish=())
 
 
