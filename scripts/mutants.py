@@ -27,31 +27,18 @@ from mutation_tests import ROOT, Coverage, Server, say
 
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.json"
 
-# fmt: off
-MODULES = [
-    *(
-        str(file.relative_to(ROOT))
-        for folder in ("_trace", "_cpu", "_transforms/rows", "_transforms/until")
-        for file in sorted((ROOT / "treescan" / folder).glob("*.py"))
-        if file.stem != "__init__"
-    ),
-    "treescan/_transforms/in_bulk.py",
-    "treescan/_transforms/products.py",
-    "treescan/_transforms/truncate.py",
-    "treescan/_loop/chunk.py",
-]
-TESTS = [
+MODULES = sorted(
     str(file.relative_to(ROOT))
-    for name in (
-        "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_rows", "compact", "truncate",
-        "skipping", "variable_length", "chunk", "save", "saved", "primitives", "generated",
-        "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
-        "ends", "reset_to", "finite", "finite_blame", "finite_details", "progress", "plan_bytes", "remat_plans",
-        "describe",
-    )
-    for file in (ROOT / "tests").glob(f"*/test_{name}.py")
-]
-# fmt: on
+    for file in (ROOT / "treescan").rglob("*.py")
+    if file.stem not in ("__init__", "__main__")
+)
+TESTS = sorted(
+    str(file.relative_to(ROOT))
+    for file in (ROOT / "tests").glob("*/test_*.py")
+    if (file.parent.name not in ("architecture", "docs", "site") or file.stem in ("test_what_works", "test_semantics"))
+    and not file.stem.startswith("test_process")
+)
+"""All but those of texts, pages and pictures, and of several processes; the table of what works has its page there."""
 
 FIRST, SECOND = 15.0, 90.0
 """Seconds of tests, as they took unchanged, that a change is shown to: at first, and where none of these fails."""

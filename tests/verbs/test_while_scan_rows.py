@@ -1,7 +1,6 @@
 """Rows of a `while_scan` that stop each by itself: against a Python loop for each row."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,15 @@ from hlo import Program
 from jaxprs import equations
 from loops import array
 from oracle import as_numpy, assert_close
-from thin import all_pairs, everyday, slow
+from thin import slow
 from works import plain
 
 import treescan
-from treescan import Remat, while_scan
+from treescan import while_scan
 from treescan.carries import ema, keys
 
 LENGTH, D, FILL = 13, 2, -1.0
 STOPS = jnp.array([0.0, 3.0, 7.0, 30.0, 13.0, 1.0])
-COMPACT = {"all": False, "live": True, "tiers": (1, 4)}
 
 
 def step(weights, carry, x):
@@ -84,42 +82,6 @@ def assert_same(options, *given, **others):
     assert_close(jax.jit(mine)(*given), derived(functools.partial(by_hand, options), *given))
 
 
-GRID = list(itertools.product(COMPACT, [True, False], [False, True], ["all", "last", 3]))
-ROWS = [("live", True, False, "all"), ("all", True, True, "last"), ("tiers", False, True, 3), ("live", False, False, 3)]
-
-
-@pytest.mark.parametrize(
-    ("compact", "with_xs", "reverse", "save"), everyday(list(dict.fromkeys([*ROWS, *all_pairs(GRID)])))
-)
-def test_values_and_gradients(compact, with_xs, reverse, save):
-    options = {"reverse": reverse, "save": save}
-    assert_same(options, *given_of(6, xs=with_xs), compact=COMPACT[compact])
-
-
-def test_a_single_tier_beside_the_whole_batch():
-    left, xs = np.array([0, 3, 9, 1]), np.arange(36.0, dtype=np.float32).reshape(9, 4)
-    body = lambda c, x: ({"h": c["h"] + x, "left": c["left"] - 1}, None)  # noqa: E731
-    init = {"h": jnp.zeros(4), "left": jnp.asarray(left)}
-    carry = while_scan(goes_on, body, init, xs, compact=(2,)).carry
-    np.testing.assert_array_equal(carry["h"], np.where(np.arange(9)[:, None] < left, xs, 0).sum(0))
-
-
-def test_several_batch_axes():
-    assert_same({}, *given_of(2, 3), compact=True)
-
-
-@pytest.mark.parametrize(("steps", "save"), [(1, "all"), (2, "last")])
-def test_compact_of_fewer_steps_than_a_chunk_has(steps, save):
-    def loss(h, xs, compact):
-        cond, step = lambda h: h.sum(-1) < 5, lambda h, x: (jnp.sin(h) + x, h)
-        ended = treescan.while_scan(cond, step, h, xs, compact=compact, save=save)
-        return (ended.carry * xs[0]).sum() + (ended.ys**2).sum()
-
-    given = array(4, D, seed=1), array(steps, 4, D, seed=2) ** 2 + 1
-    got, want = (jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)(*given, c) for c in (True, False))
-    assert_close(got, want)
-
-
 def test_under_disable_jit():
     given, options = given_of(6), {"save": 3, "reverse": True}
     with jax.disable_jit():
@@ -128,43 +90,10 @@ def test_under_disable_jit():
     assert_close(({**carry, "scale": 0}, *got), ({**meant, "scale": 0}, *want))
 
 
-@pytest.mark.parametrize("compact", [False, True])
-def test_each_element_of_vmap_has_rows(compact):
-    """Of the first element no row ever starts: it borrows from the other."""
-    stops = jnp.stack([jnp.zeros(6), STOPS])
-    weights, xs = array(D, D, seed=1), array(LENGTH, 6, D, seed=3)
-    h = array(2, 6, D, seed=2)
-    run = functools.partial(derived, functools.partial(ours, {"compact": compact}))
-    got = jax.jit(jax.vmap(run, (None, 0, 0, None)))(weights, h, stops, xs)
-    want = [derived(functools.partial(by_hand, {}), weights, h[i], stops[i], xs) for i in range(2)]
-    assert_close(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
-    loss = jax.vmap(loss_of(functools.partial(ours, {"compact": compact})), (None, 0, 0, None))
-    grads = jax.jit(jax.grad(lambda *given: jnp.sum(loss(*given)), (0, 1)))(weights, h, stops, xs)
-    assert_close(grads, (want[0][-1][0] + want[1][-1][0], jnp.stack([want[0][-1][1], want[1][-1][1]])))
-
-
-@pytest.mark.parametrize(("remat", "compact"), [(Remat(levels=3), False), (Remat(segment=4), True)], ids=str)
-def test_remat(remat, compact):
-    assert_same({}, *given_of(6), compact=compact, remat=remat)
-
-
 def test_without_rewriting_it_runs_every_step():
     given = given_of(6)
     with treescan.rewriting(False):
         assert_same({}, *given, compact=True)
-
-
-def test_no_row_ever_starts():
-    assert_same({}, *given_of(6, stops=jnp.zeros(6)), compact=True)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_no_steps_at_all(compact):
-    result = while_scan(lambda c: c < 3, lambda c, _: (c + 1, c), jnp.arange(6.0), max_length=0, compact=compact)
-    assert_close(result.carry, jnp.arange(6.0))
-    assert result.ys.shape == (0, 6)
-    assert result.steps.tolist() == [0] * 6
-    assert result.stopped.tolist() == [False] * 3 + [True] * 3
 
 
 # Where the rows are.
@@ -243,16 +172,6 @@ def test_custom_carries_and_static_leaves():
     assert_close((carry["mean"].read(), carry["key"].key, ys), (want["mean"].read(), want["key"].key, outputs))
 
 
-def test_a_key_for_all_rows():
-    def body(left, x, *, key):
-        return left - 1, jax.random.uniform(key, (6,))
-
-    options = {"key": jax.random.key(0), "reverse": True}
-    _, drawn = treescan.scan(body, STOPS, jnp.zeros(LENGTH), **options)
-    result = while_scan(lambda left: left > 0, body, STOPS, jnp.zeros(LENGTH), x_axes=None, **options)
-    assert_close(result.ys, jnp.where(np.arange(LENGTH)[::-1, None] < result.steps[None], drawn, 0))
-
-
 def test_a_weakly_typed_init():
     def grow(carry, _):
         return (carry[0] + 1.5, carry[1] * 1.5), None
@@ -320,18 +239,6 @@ def test_what_the_gradient_computes_again_it_does_not_say_again(compact):
     jax.block_until_ready(jax.jit(jax.grad(loss))(LEFT))
     jax.effects_barrier()
     assert rows == ([6] * 8 + [1] * 4 if compact else [8] * 12)
-
-
-def test_a_rule_for_reverse_mode_alone():
-    own = jax.custom_vjp(lambda a: jnp.sin(a))
-    own.defvjp(lambda a: (jnp.sin(a), a), lambda a, t: (t * jnp.cos(a),))
-
-    def loss(sin, h):
-        body = lambda c, _: ((sin(c[0]), c[1] - 1), None)  # noqa: E731
-        return jnp.sum(while_scan(lambda c: c[1] > 0, body, (h, LEFT), max_length=16, compact=True).carry[0])
-
-    got, want = (jax.jit(jax.grad(functools.partial(loss, sin)))(LEFT) for sin in (own, jnp.sin))
-    assert_close(got, want)
 
 
 def test_a_number_of_rows_that_is_symbolic():

@@ -10,7 +10,7 @@ PRELUDE = """\
 import jax
 import jax.numpy as jnp
 import treescan
-from treescan.carries import cast, ema, sum_, window
+from treescan.carries import cast, clip_gradient, ema, stop_gradient, sum_, window
 
 dtype = jnp.{dtype}
 optimization_barrier = jax.lax.optimization_barrier
@@ -78,6 +78,8 @@ CUSTOM = {
     "sum_": "sum_({}, shared=False)",
     "window": "window({})",
     "cast": "cast({})",
+    "clip": "clip_gradient({}, 0.3)",
+    "stop": "stop_gradient({})",
 }
 
 
@@ -131,7 +133,7 @@ def call_options(program: Program) -> list[str]:
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]
     if any(time != int(first) for time in given):
         options["out_axes"] = _prefix(given)
-    if verb == "mask_scan":
+    if program.by_rows or program.flags == "lengths":
         if any(leaf.axis != 0 for leaf in program.carry):
             options["carry_axes"] = _prefix([leaf.axis for leaf in program.carry])
         if any(leaf.axis != 0 or leaf.whole for leaf in program.xs):
@@ -139,9 +141,13 @@ def call_options(program: Program) -> list[str]:
         if any(leaf.axis != 0 for leaf in program.ys):
             options["y_axes"] = _prefix([leaf.axis for leaf in program.ys])
         flags = program.flags.split("+")
-        for i, name in enumerate(flags):
+        for i, name in enumerate([] if verb == "while_scan" else flags):
             text = f"flags[{i}]"
             options[name] = f"jnp.moveaxis({text}, 0, 1)" if first and name != "lengths" else text
+    if program.reset_to:
+        half = [f"c[{i}]" + (" / 2" if leaf.type.rows and leaf.type.kind in "fc" else "")
+                for i, leaf in enumerate(program.carry)]  # fmt: skip
+        options["reset_to"] = f"lambda c: {tuple_of(half)}"
     if any(keep != "all" for keep in program.save):
         options["save"] = _prefix(list(program.save))
     if any(fill != 0 for fill in program.fill):
@@ -167,7 +173,7 @@ def run_lines(program: Program) -> list[str]:
         "fori": f"treescan.fori(0, {program.steps}, lambda i, c: body(c, (i,))[0], {init}{rest})",
         "scan_layers": f"treescan.scan_layers(lambda layer, c: body(c, tuple(layer.values())), {init}, {layers}{rest})",
         "fold_layers": f"treescan.fold_layers(lambda layer, c: body(c, tuple(layer.values()))[0], {init}, {layers}{rest})",
-        "while_scan": f"treescan.while_scan(lambda c: c[-1] < flags[0], body, {init}, {xs}{rest})[:2]",
+        "while_scan": f"treescan.while_scan(lambda c: c[-1] < {'0' if program.by_rows else 'flags[0]'}, body, {init}, {xs}{rest})[:2]",
     }
     call = calls.get(verb, f"treescan.{verb}(body, {init}, {xs}{rest})")
     lines = ["def run(init, xs, ws, flags):", "    body = make_body(*ws)"]
