@@ -65,11 +65,6 @@ def test_what_padded_rows_are_shown_is_not_computed_twice():
     assert not failure(Case("normed", "jnp.abs({h})", clipped, False, "resets", "", True, 743119, True, 49))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(12))
-def test_random_decisions(number):
-    cases = decisions.draw_cases(Seeded(f"tests {number}"))
-    assert not list(filter(None, map(failure, cases)))
 
 
 def test_what_is_wrong_is_noticed(monkeypatch):
