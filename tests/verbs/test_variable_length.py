@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import array
-from oracle import assert_bitwise, assert_close
+from oracle import assert_bitwise
 from works import plain, rows
 from works.rows import LENGTHS, MASK, RESETS, B, T
 
 import treescan
-from treescan.carries import ema
 
 
 def run(lib, options, given):
@@ -65,17 +64,6 @@ def test_traced_lengths_that_int32_does_not_hold_are_clamped():
 
 INIT, DATA = array(B, 2, seed=1), array(T, B, 2)
 XS = jnp.where(rows.VALID[..., None], DATA, jnp.nan)
-
-
-def test_folds_of_custom_carries():
-    def average(verb, *shape, xs, **options):
-        return verb(lambda seen, x: x, ema(jnp.zeros(shape), 0.5), xs, **options)
-
-    found = average(treescan.fold, B, 2, xs=XS, lengths=LENGTHS).read()
-    alone = [average(treescan.fold, 2, xs=DATA[:length, b]).read() for b, length in enumerate(LENGTHS)]
-    assert_close(found, jnp.stack(alone))
-    stacked = average(treescan.accumulate, B, 2, xs=XS, lengths=LENGTHS)
-    np.testing.assert_allclose(stacked.value[LENGTHS[0] - 1, 0], found[0])
 
 
 def test_the_body_of_a_fold_may_take_valid():

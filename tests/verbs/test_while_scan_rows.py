@@ -11,11 +11,9 @@ from jaxprs import equations
 from loops import array
 from oracle import as_numpy, assert_close
 from thin import slow
-from works import plain
 
 import treescan
 from treescan import while_scan
-from treescan.carries import ema, keys
 
 LENGTH, D, FILL = 13, 2, -1.0
 STOPS = jnp.array([0.0, 3.0, 7.0, 30.0, 13.0, 1.0])
@@ -43,18 +41,6 @@ def ours(options, weights, h, left, xs=None):
     return while_scan(goes_on, body, init_of(h, left), xs, max_length=LENGTH, fill={"a": FILL, "n": -1}, **options)
 
 
-def by_hand(options, weights, h, left, xs=None):
-    """The rows one by one, each of as many steps as it takes."""
-    taken = np.minimum(left, LENGTH)
-    order = np.arange(LENGTH)[::-1] if options.get("reverse") else np.arange(LENGTH)
-    mask = order.reshape(-1, *[1] * taken.ndim) < taken
-    carry, ys = plain.mask_scan(
-        functools.partial(step, weights), init_of(h, left), xs, mask=mask, length=LENGTH, fill={"a": FILL, "n": -1},
-        **options,
-    )  # fmt: skip
-    return carry, ys, jnp.asarray(taken, jnp.int32), ~goes_on(carry)
-
-
 def loss_of(run):
     """A loss of what is smooth; it reads nothing that is bad before the loop."""
 
@@ -65,111 +51,12 @@ def loss_of(run):
     return loss
 
 
-def derived(run, *given):
-    loss = loss_of(run)
-    places = tuple(i for i in range(len(given)) if i != 2)
-    carry, *others = run(*given)
-    return {**carry, "scale": jnp.zeros(())}, *others, jax.grad(loss, places)(*given)
-
-
 def given_of(*batch, xs=True, stops=STOPS):
     left = stops.reshape(batch)
     return array(D, D, seed=1), array(*batch, D, seed=2), left, *([array(LENGTH, *batch, D, seed=3)] if xs else [])
 
 
-def assert_same(options, *given, **others):
-    mine = functools.partial(derived, functools.partial(ours, {**options, **others}))
-    assert_close(jax.jit(mine)(*given), derived(functools.partial(by_hand, options), *given))
-
-
-def test_under_disable_jit():
-    given, options = given_of(6), {"save": 3, "reverse": True}
-    with jax.disable_jit():
-        carry, *got = ours({"compact": True, **options}, *given)
-    meant, *want = by_hand(options, *given)
-    assert_close(({**carry, "scale": 0}, *got), ({**meant, "scale": 0}, *want))
-
-
-def test_without_rewriting_it_runs_every_step():
-    given = given_of(6)
-    with treescan.rewriting(False):
-        assert_same({}, *given, compact=True)
-
-
 # Where the rows are.
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_leaves_that_all_rows_share(compact):
-    """They change in steps that any row takes; a body that adds rows up is told which ones."""
-
-    def body(carry, x, *, valid):
-        left, total = carry
-        taking = jnp.where(valid, jnp.sqrt(left) * x, 0.0)
-        return (left - 1, total + jnp.sum(taking)), jnp.sum(taking)
-
-    def run(left, xs):
-        ended = while_scan(
-            lambda carry: carry[0] > 0, body, (left, jnp.float32(1)), xs, carry_axes=(0, None), y_axes=None, fill=FILL,
-            compact=compact,
-        )  # fmt: skip
-        return ended.carry[1], ended.ys
-
-    def expected(left, xs):
-        total, ys = jnp.float32(1), []
-        for t in range(LENGTH):
-            now = sum((jnp.sqrt(left[b] - t) * xs[t, b] for b in range(6) if STOPS[b] > t), jnp.float32(0))
-            total, ys = total + now, [*ys, now]
-        return total, jnp.stack(ys)
-
-    def with_gradient(run, left, xs):
-        def loss(left, xs):
-            total, ys = run(left, xs)
-            return total**2 + jnp.sum(ys**2)
-
-        return run(left, xs), jax.grad(loss, (0, 1))(left, xs)
-
-    xs = array(LENGTH, 6, seed=3)
-    want = with_gradient(expected, STOPS, xs)
-    assert_close(jax.jit(functools.partial(with_gradient, run))(STOPS, xs), want)
-    with jax.disable_jit():
-        assert_close(run(STOPS, xs), want[0])
-
-
-def shared_total(stops, compact=False):
-    """Rows that count down, and a total of theirs, whatever a row that has stopped would add to it."""
-    return while_scan(
-        lambda carry: carry[0] > 0, lambda carry, _: ((carry[0] - 1, carry[1] + jnp.max(carry[0])), None),
-        (stops, jnp.float32(1)), max_length=9, carry_axes=(0, None), compact=compact,
-    ).carry  # fmt: skip
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_a_shared_leaf_stays_where_an_element_of_vmap_has_ended(compact):
-    """A step is taken while any element goes on: that changes nothing for those that have ended."""
-    stops = jnp.array([[0.0, 0, 0], [2, 1, 2], [5, 0, 3], [9, 1, 0]])
-    got = jax.jit(jax.vmap(functools.partial(shared_total, compact=compact)))(stops)
-    want = [1 + sum(range(1, int(row.max()) + 1)) for row in stops]
-    assert_close(got, (jnp.zeros((4, 3)), jnp.array(want, jnp.float32)))
-    nested = jax.vmap(jax.vmap(shared_total))(stops[None].repeat(2, 0))
-    assert_close(nested[1], jnp.array([want, want], jnp.float32))
-
-
-def test_custom_carries_and_static_leaves():
-    """An average and a key for each row, and a function in the carry; the condition sees them as the body does."""
-
-    def body(carry, x):
-        drawn = jax.vmap(jax.random.uniform)(carry["key"])
-        value = carry["act"](carry["mean"]) + drawn + x
-        return {**carry, "mean": value, "left": carry["left"] - 1}, drawn
-
-    own, xs = jax.random.split(jax.random.key(0), 6), array(LENGTH, 6, seed=3)
-    init = {"mean": ema(jnp.zeros(6), 0.5), "key": keys(own), "act": jnp.sin, "left": STOPS}
-    more = lambda carry: (carry["left"] > 0) & (carry["mean"] < 9)  # noqa: E731
-    carry, ys, *_ = while_scan(more, body, init, xs, compact=True)
-    want, outputs = treescan.mask_scan(body, init, xs, lengths=np.minimum(STOPS, LENGTH).astype(int))
-    assert carry["act"] is jnp.sin
-    assert_close((carry["mean"].read(), carry["key"].key, ys), (want["mean"].read(), want["key"].key, outputs))
 
 
 def test_a_weakly_typed_init():

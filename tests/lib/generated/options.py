@@ -100,7 +100,7 @@ def _carry_leaf(draw: Draw, i: int, batch: Any, sizes: Any, dtype: str, verb: st
         return Leaf(Value(name, Type(False, shape, _kind(draw, dtype))), None)
     if which == "fixed":
         return Leaf(Value(name, Type(False, tuple(choice(draw, sizes) for _ in range(2)))), None, fixed=True)
-    if which == "custom" and verb in ("mask_scan", "scan"):
+    if which == "custom" and verb in ("mask_scan", "scan", "while_scan"):
         return Leaf(Value(name, Type(True, shape)), 0, choice(draw, ["ema", "sum_", "window", "cast", "clip", "stop"]))
     axis = draw.integer(1, len(shape)) if shape and verb == "mask_scan" and chance(draw, 10) else 0
     return Leaf(Value(name, Type(True, shape, _kind(draw, dtype))), axis, mapped=not chance(draw, 25))
@@ -250,6 +250,12 @@ def _with_options(draw: Draw, program: Program) -> Program:
     ys = tuple(leaf if keep == "all" else leaf.__class__(**{**vars(leaf), "time": 0})
                for leaf, keep in zip(program.ys, save, strict=True))  # fmt: skip
     flags, reset_to = program.flags, False
+    if "layers" in verb and chance(draw, 50):
+        program = program.replace(period=choice(draw, [2, 3]))
+        ys = tuple(leaf.__class__(**{**vars(leaf), "time": 0}) for leaf in ys)
+        save = ("all",) * len(ys)
+        if chance(draw, 30):
+            options["remat"] = choice(draw, ["('step', None, 'step')", "(None, None, 'step')"]) + f"[:{program.period}]"
     plain_rows = all(leaf.axis == 0 and not leaf.whole for leaf in (*program.carry, *program.xs))
     if verb == "fold" and program.batch and not custom and plain_rows and chance(draw, 80):
         flags = "lengths"

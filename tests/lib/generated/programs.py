@@ -135,6 +135,7 @@ class Program(Brief):
         flags: what says which steps are valid: arguments of the verb, joined with "+", or the condition of a
             `while_scan`, "while", and "while rows" if each row has its own.
         reset_to: whether segments begin from half of `init`.
+        period: how many blocks take turns in the verbs over layers.
     """
 
     batch: tuple[int, ...]
@@ -159,6 +160,7 @@ class Program(Brief):
     valid: bool = False
     seed: int = 0
     reset_to: bool = False
+    period: int = 1
 
     @property
     def by_rows(self) -> bool:

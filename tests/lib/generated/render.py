@@ -40,6 +40,13 @@ def halved(a):
     return jnp.where(steps < 5000, a, jnp.nan)
 
 
+def in_turns(steps, parts):
+    whole = jnp.zeros((steps, *parts[0].shape[1:]), parts[0].dtype)
+    for i, part in enumerate(parts):
+        whole = whole.at[i :: len(parts)].set(part)
+    return whole
+
+
 SEEN = []
 
 
@@ -162,17 +169,32 @@ def call_options(program: Program) -> list[str]:
     return [f"{name}={value}" for name, value in options.items()]
 
 
+def _blocks(program: Program, block: str) -> str:
+    if program.period == 1:
+        return block
+    return f"[{block}] * {program.period}" if program.seed % 2 else f"[{', '.join([block] * program.period)}]"
+
+
+def _turns(program: Program, layers: str) -> str:
+    """The stacks of the blocks of a pattern, of which the last ones may be a layer shorter, or empty."""
+    places = range(program.period)
+    return (
+        f"[jax.tree.map(lambda x: x[i::{program.period}], {layers}) for i in {list(places)}]" if places[1:] else layers
+    )
+
+
 def run_lines(program: Program) -> list[str]:
     init = tuple_of(CUSTOM.get(leaf.custom, "{}").format(f"init[{i}]") for i, leaf in enumerate(program.carry))
     xs = tuple_of(f"jnp.moveaxis(xs[{i}], 0, {x.time})" if x.time else f"xs[{i}]" for i, x in enumerate(program.xs))
     verb, rest = program.verb, ", ".join(["", *call_options(program)])
     layers = "{" + ", ".join(f"'{x.name}': xs[{i}]" for i, x in enumerate(program.xs)) + "}"
+    block = "lambda layer, c: body(c, tuple(layer.values()))"
     calls = {
         "fold": f"treescan.fold(lambda c, x: body(c, x)[0], {init}, {xs}{rest})",
         "accumulate": f"treescan.accumulate(lambda c, x: body(c, x)[0], {init}, {xs}{rest})",
         "fori": f"treescan.fori(0, {program.steps}, lambda i, c: body(c, (i,))[0], {init}{rest})",
-        "scan_layers": f"treescan.scan_layers(lambda layer, c: body(c, tuple(layer.values())), {init}, {layers}{rest})",
-        "fold_layers": f"treescan.fold_layers(lambda layer, c: body(c, tuple(layer.values()))[0], {init}, {layers}{rest})",
+        "scan_layers": f"treescan.scan_layers({_blocks(program, block)}, {init}, {_turns(program, layers)}{rest})",
+        "fold_layers": f"treescan.fold_layers({_blocks(program, f'{block}[0]')}, {init}, {_turns(program, layers)}{rest})",
         "while_scan": f"treescan.while_scan(lambda c: c[-1] < {'0' if program.by_rows else 'flags[0]'}, body, {init}, {xs}{rest})[:2]",
     }
     call = calls.get(verb, f"treescan.{verb}(body, {init}, {xs}{rest})")
@@ -184,7 +206,10 @@ def run_lines(program: Program) -> list[str]:
     else:
         kept = [f"jnp.moveaxis(ys[{i}], {y.time}, 0)" if y.time else f"ys[{i}]"
                 for i, (y, keep) in enumerate(zip(program.ys, program.save, strict=True)) if keep is not None]  # fmt: skip
-        lines += [f"    final, ys = {call}", f"    return jax.tree.leaves(final), [{', '.join(kept)}]"]
+        lines += [f"    final, ys = {call}"]
+        if program.period > 1:
+            lines += [f"    ys = tuple(in_turns({program.steps}, parts) for parts in zip(*ys, strict=True))"]
+        lines += [f"    return jax.tree.leaves(final), [{', '.join(kept)}]"]
     return lines
 
 
