@@ -26,7 +26,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_REQUIRE_VIRTUALENV := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow test-exhaustive test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci mutants
+.PHONY: help demo test test-slow test-exhaustive test-docs test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci mutants
 
 help: ## Lists the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -34,14 +34,20 @@ help: ## Lists the targets.
 demo: .venv/.runtime ## Trains a recurrent classifier on spoken vowels and prints its accuracy (a minute at most).
 	.venv/bin/python examples/vowels.py
 
+# The pages have a target of their own.
+BESIDE_PAGES = --ignore tests/docs
+
 test: .venv/.group-test ## The everyday tests.
-	$(call tests,.venv/bin/python,not slow)
+	$(call tests,.venv/bin/python,not slow,$(BESIDE_PAGES))
 
 test-slow: .venv/.group-peers ## The tests that are too slow for every day.
-	$(call tests,.venv/bin/python,slow and not exhaustive)
+	$(call tests,.venv/bin/python,slow and not exhaustive,$(BESIDE_PAGES))
 
 test-exhaustive: .venv/.group-peers ## All tests that are slow, those that are too many for CI included.
 	$(call tests,.venv/bin/python,slow)
+
+test-docs: .venv/.group-peers ## Runs what the pages show: their code, recipes, pictures and figures.
+	$(call tests,.venv/bin/python,not exhaustive,tests/docs)
 
 test-site: docs .venv/.group-site ## Tries the built documentation in the Chromium of this machine, if there is one.
 	.venv/bin/python $(PYTEST) --confcutdir tests/site tests/site
@@ -56,9 +62,9 @@ fuzz-ci: .venv/.group-test
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.decisions --minutes 1 --report $(if $(SEED),--seed $(SEED))
 
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake;
-# so does what looks at the texts and the pictures of pages, which are the same on all.
-ONE_RELEASE = $(foreach name,flags generated leaks primitives,--ignore tests/promises/test_$(name).py) \
-	$(foreach name,docs_hooks messages notebooks pages pictures site_figures what_works widths,--ignore tests/docs/test_$(name).py)
+# so do the pages.
+ONE_RELEASE = $(BESIDE_PAGES) \
+	$(foreach name,flags generated leaks primitives what_works,--ignore tests/promises/test_$(name).py)
 
 # Each test function runs on these releases, and a twelfth of its cases: all cases run on the main one.
 test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 12
@@ -74,7 +80,7 @@ test-newest: .venvs/newest/.group-test
 bench: .venv/.group-bench ## Runs the benchmarks and writes benchmarks/results/*.json.
 	.venv/bin/python -m benchmarks
 
-mutants: .venv/.group-test ## Changes the rewriting and masking in 100 places, one at a time: do the tests notice?
+mutants: .venv/.group-test ## Changes the package in 60 places, one at a time: do the tests notice?
 	.venv/bin/python scripts/mutants.py $(MUTANTS_ARGS)
 
 docs: .venv/.group-docs ## Builds the documentation into site/.

@@ -1,4 +1,4 @@
-"""Changes the modules that rewrite and mask in many places, one at a time, and reports which changes no test notices.
+"""Changes the package in many places, one at a time, and reports which changes no test notices.
 
 Run `python scripts/mutants.py --list` to see the changes, and `make mutants` to try them. Each is made in a copy of the
 package, in a temporary folder; the checkout is only read. The tests are those of the checkout.
@@ -27,33 +27,20 @@ from mutation_tests import ROOT, Coverage, Server, say
 
 EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.json"
 
-# fmt: off
-MODULES = [
-    *(
-        str(file.relative_to(ROOT))
-        for folder in ("_trace", "_cpu", "_transforms/rows", "_transforms/until")
-        for file in sorted((ROOT / "treescan" / folder).glob("*.py"))
-        if file.stem != "__init__"
-    ),
-    "treescan/_transforms/in_bulk.py",
-    "treescan/_transforms/products.py",
-    "treescan/_transforms/truncate.py",
-    "treescan/_loop/chunk.py",
-]
-TESTS = [
+MODULES = sorted(
     str(file.relative_to(ROOT))
-    for name in (
-        "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_rows", "compact", "truncate",
-        "skipping", "variable_length", "chunk", "save", "saved", "primitives", "generated",
-        "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
-        "ends", "reset_to", "finite", "finite_blame", "finite_details", "progress", "plan_bytes", "remat_plans",
-        "describe",
-    )
-    for file in (ROOT / "tests").glob(f"*/test_{name}.py")
-]
-# fmt: on
+    for file in (ROOT / "treescan").rglob("*.py")
+    if file.stem not in ("__init__", "__main__")
+)
+TESTS = sorted(
+    str(file.relative_to(ROOT))
+    for file in (ROOT / "tests").glob("*/test_*.py")
+    if (file.parent.name not in ("architecture", "docs", "site") or file.stem == "test_semantics")
+    and not file.stem.startswith("test_process")
+)
+"""All but those of texts, pages and pictures, and of several processes; the plain meaning of the verbs is on a page."""
 
-FIRST, SECOND = 15.0, 90.0
+FIRST, SECOND = 10.0, 25.0
 """Seconds of tests, as they took unchanged, that a change is shown to: at first, and where none of these fails."""
 PATIENCE = 4.0
 """How many times as long tests may take, beside a minute for their start."""
@@ -85,8 +72,8 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--count", type=int, default=100, help="how many changes")
-    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--count", type=int, default=60, help="how many changes")
+    parser.add_argument("--seed", type=int, default=49, help="which ones")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument(
         "--only", action="append", metavar="MODULE", help="changes of this module, for example products"

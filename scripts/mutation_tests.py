@@ -33,7 +33,7 @@ ENVIRONMENT = {
 }
 CASES = 3
 """How many cases of a test with many are looked at. Of those that are nothing but cases, all."""
-ONLY_CASES = ("tests/promises/test_errors.py", "tests/promises/test_primitives.py")
+ONLY_CASES = ("tests/promises/test_errors.py", "tests/promises/test_primitives.py", "tests/promises/test_generated.py")
 QUIETLY = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 

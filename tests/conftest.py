@@ -65,34 +65,25 @@ def _unbroken_messages(request):
         yield
 
 
-_SHARES = {  # of the slow tests of these modules one in so many runs in CI
+_SHARES = {  # of the slow tests of these modules one in so many runs in CI, where that is more than `_SHARE`
     "test_bodies": 4,
-    "test_carries_masked": 3,
     "test_decisions": 5,
     "test_flags": 10,
-    "test_flax_rnn": 3,
     "test_flax_scan": 4,
     "test_handed_on": 6,
-    "test_in_place": 3,
-    "test_key_reuse": 3,
-    "test_layers": 3,
     "test_leaks": 10,
     "test_meshes": 12,
     "test_nnx_scan": 4,
-    "test_plan_bytes": 3,
     "test_primitives": 10,
     "test_products": 5,
-    "test_remat_plans": 3,
     "test_save": 4,
-    "test_torch": 3,
-    "test_truncate": 2,
-    "test_variable_length": 3,
     "test_what_works": 20,
 }
 # Tests that were measured to take more than 0.6 s, on two cores, where a faster case of the same function is left for
 # every day; and some that take seconds whatever the case.
 _SLOW = frozenset((pathlib.Path(__file__).parent / "slow.txt").read_text().splitlines())
-_SHARE_OF_SLOW = 6  # one in so many of these runs in CI, of functions that run every day
+_SHARE = 3  # one in so many of the others runs in CI, and the first case of each function that has none for every day
+_SHARE_OF_SLOW = 6  # one in so many of those that were measured
 _RELEASE_SHARE = int(os.environ.get("TREESCAN_RELEASE_SHARE", "1"))
 # On a machine that is slower than ours, CI skips the slow tests that would begin later than this, and says so.
 _MINUTES = float(os.environ.get("TREESCAN_SLOW_MINUTES", "inf"))
@@ -110,6 +101,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     """Marks what was measured to be slow, and what CI leaves out, always the same; `make test-exhaustive` runs all.
 
+    Of pages nothing is left out.
+
     On a release of JAX beside the main one (TREESCAN_RELEASE_SHARE=n) each test function runs, in its first case and
     one in n of the others: all cases run on the main release.
     """
@@ -120,11 +113,10 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("slow")
     daily = {_function(item) for item in items if not _is_slow(item)}
     for item in filter(_is_slow, items):
-        share = _SHARES.get(item.path.stem, 1)
-        if item.nodeid in _SLOW:
-            share = max(share, _SHARE_OF_SLOW) if _function(item) in daily else 1
-        if not _has_turn(item, share):
+        share = max(_SHARES.get(item.path.stem, 1), _SHARE_OF_SLOW if item.nodeid in _SLOW else _SHARE)
+        if _function(item) in daily and not _has_turn(item, share) and item.path.parent.name != "docs":
             item.add_marker("exhaustive")
+        daily.add(_function(item))
     if _RELEASE_SHARE > 1:
         firsts = {_function(item): item for item in reversed(items) if not _is_slow(item)}
         _keep(config, items, [i for i in items if i is firsts.get(_function(i)) or _has_turn(i, _RELEASE_SHARE)])

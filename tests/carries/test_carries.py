@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, EVERY_DAY, FORWARD, group_of, losses, run, with_gradients
 from hypothesis import given, settings
 from loops import array, disable_jit, eager
 from oracle import assert_close
@@ -35,37 +34,8 @@ from treescan.carries import (
 )
 
 T, B = 5, 2
-START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
+START, XS = array(B, seed=1), array(T, B, seed=2)
 LENGTHS = np.array([4, 2])
-
-
-# The loop: that its values and gradients are those of a Python loop is in `test_carries_masked.py`.
-
-
-@functools.cache
-def derivatives(verb, names):
-    """Of the loss of each of these cases: along a direction, and by the gradient."""
-    options = {"lengths": LENGTHS} if verb == "mask_scan" else {}
-    given = dict.fromkeys(names, START), dict.fromkeys(names, XS)
-
-    @jax.jit
-    def both(given):
-        def call(start, xs):
-            return run(names, getattr(treescan, verb), start, KEYS, xs, **options)
-
-        _, tangents = jax.jvp(lambda *given: losses(call(*given)), given, jax.tree.map(jnp.cos, given))
-        return tangents, with_gradients(call, *given)
-
-    tangents, results = both(given)
-    return {name: (tangents[name], results[name][1]) for name in names}
-
-
-@pytest.mark.parametrize("verb", ["scan", pytest.param("mask_scan", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_DAY else pytest.mark.slow) for n in FORWARD])
-def test_forward_mode_is_the_gradient_along_a_direction(name, verb):
-    tangent, (of_start, of_xs) = derivatives(verb, tuple(n for n in group_of(name) if n in FORWARD))[name]
-    along = jnp.sum(of_start * jnp.cos(START)) + jnp.sum(of_xs * jnp.cos(XS))
-    assert_close(tangent, along, 5 * CASES[name].rtol)
 
 
 def scan_of(given, init, xs, lengths):

@@ -1,4 +1,4 @@
-"""Carries of rows: those that have their own are the loops of unpadded rows; what all share counts the valid ones."""
+"""Carries of rows: what all of them share counts the valid ones alone."""
 
 import functools
 import math
@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, EVERY_DAY, NAMES, group_of, run, run_rows, with_gradients
 from hypothesis import given, settings
-from loops import array
 from oracle import assert_close
 from thin import parametrize
 
@@ -20,61 +18,11 @@ from treescan.carries import best, buffer, ema, keys, moments, sum_
 
 T, LENGTHS = 7, np.array([5, 0, 3, 7])
 B = len(LENGTHS)
-START, KEYS = array(B, seed=1), jax.random.split(jax.random.key(0), B)
 VALID = np.arange(T)[:, None] < LENGTHS
 HOLES = np.random.default_rng(0).random((T, B)) < 0.5
 
 
-# Rows that have their own. Each carry with each option is in the laws of `check_carry`, one of them in `works`.
-
-SETUPS = {
-    "scan": {},
-    "scan, vmap": {"remat": "nested"},
-    "chunks": {"lengths": LENGTHS, "chunk": 3},
-    "holes": {"mask": HOLES, "remat": "nested", "chunk": 2},
-}
-DAILY = {"scan", "chunks"}
-VALID_IN = {"chunks": VALID, "holes": HOLES}  # in a `scan` every step is
-
-
-def padded(valid):
-    return jnp.where(valid, array(T, B, seed=2), jnp.nan)
-
-
-@functools.cache
-def scanned(setup, names):
-    verb = treescan.mask_scan if setup in VALID_IN else treescan.scan
-
-    def call(start, xs, keys):
-        return run(names, verb, start, keys, xs, **SETUPS[setup])
-
-    if setup == "scan, vmap":
-        call = jax.vmap(call, (0, 1, 0), dict.fromkeys(names, (1, 0)))
-    xs = padded(VALID_IN.get(setup, np.ones_like(VALID)))
-    given = dict.fromkeys(names, START), dict.fromkeys(names, xs)
-    return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
-
-
-@pytest.mark.parametrize(
-    ("name", "setup"),
-    [
-        pytest.param(name, setup, marks=[] if setup in DAILY and name in EVERY_DAY else pytest.mark.slow)
-        for name in NAMES
-        for setup in SETUPS
-    ],
-)
-def test_rows_are_the_unpadded_rows(name, setup):
-    valid = VALID_IN.get(setup, np.ones_like(VALID))
-    outs, gradients = run_rows(name, START, KEYS, padded(valid), valid)
-    got_outs, got_gradients = scanned(setup, group_of(name))[name]
-    assert_close(got_outs, outs, CASES[name].rtol)
-    assert_close(got_gradients, gradients, CASES[name].rtol)
-    of_xs = np.asarray(got_gradients[1])
-    assert not of_xs[~valid].any()
-    assert np.isfinite(of_xs).all()
-
-
-# What all rows share.
+# What all rows share. Each carry with each option is in the laws of `check_carry`, and several in random programs.
 
 XS = np.random.default_rng(3).uniform(-1, 1, (T, B)).astype(np.float32)
 lengths_up_to = st.sampled_from([1, 2, T]).flatmap(

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from generated import decisions
 from generated.decisions import PLANS, Case, Data, by_hand, by_library, distance, failure, gradients
-from generated.programs import Seeded
 
 import treescan
 from examples import checkpoint_of_max
@@ -63,13 +62,6 @@ def test_what_padded_rows_are_shown_is_not_computed_twice():
     """XLA fused the selection of x with a norm, which it computed twice; a `where` by hand around x shows the fault."""
     clipped = "jnp.clip({v}, max=0.9 * jnp.max({v}, -1, keepdims=True)).sum(-1)"
     assert not failure(Case("normed", "jnp.abs({h})", clipped, False, "resets", "", True, 743119, True, 49))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(12))
-def test_random_decisions(number):
-    cases = decisions.draw_cases(Seeded(f"tests {number}"))
-    assert not list(filter(None, map(failure, cases)))
 
 
 def test_what_is_wrong_is_noticed(monkeypatch):

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loops import LENGTH, LENGTHS, OPTIONS, ROWS, Option, array, arrays, over, plain
-from oracle import assert_bitwise
+from loops import LENGTH, OPTIONS, array
 from thin import parametrize
 from works import table
 from works.columns import STEPWISE
@@ -63,27 +62,6 @@ def test_all_cells(verb):
     assert not table.wrong(cells(verb))
 
 
-NONE = functools.partial(over, treescan.mask_scan, lengths=0 * LENGTHS)
-EMPTY = {name: OPTIONS[name] for name in ("scan", "in_axes", "in_axes_none", "out_axes", "key", "accumulate")} | {
-    "mask": Option(plain, over(treescan.mask_scan, mask=np.zeros((0, ROWS), bool)), 0),
-    "fill": Option(plain, NONE(fill=-1, out_axes=-1), 0),
-    "last": Option(plain, NONE(fill=-1, save="last"), 0),
-}
-
-
-@parametrize("option", EMPTY)
-def test_length_0_gives_what_jit_gives(option):
-    init, xs = arrays()
-
-    def run(init, xs):
-        return option.call(option.body, init, xs)
-
-    expected = jax.jit(run)(init, xs[:0])
-    with jax.disable_jit():
-        actual = run(init, xs[:0])
-    assert_bitwise(actual, expected)
-
-
 WEAK = {
     "int to float": (0, lambda c, x: (c + x, c)),
     "float to float32": (0.0, lambda c, x: (c * x, c)),
@@ -135,17 +113,6 @@ def test_values_of_a_mapped_or_differentiated_loop_come_step_by_step():
     assert len(seen) == 8
 
 
-def test_outputs_without_arrays_and_keys_are_stacked():
-    keys = jax.random.split(jax.random.key(0), 3)
-
-    def run(keys):
-        return treescan.scan(lambda k, x: (x, (k, None, ())), keys[0], keys)
-
-    with jax.disable_jit():
-        actual = run(keys)
-    assert_bitwise(actual, jax.jit(run)(keys))
-
-
 def test_no_step_runs_where_no_row_is_valid():
     seen = []
 
@@ -157,12 +124,3 @@ def test_no_step_runs_where_no_row_is_valid():
         carry, ys = treescan.mask_scan(body, array(2), array(4, 2), lengths=jnp.zeros(2, int), fill=-1)
     assert all(seen)  # its types are asked for
     chex.assert_trees_all_equal((carry, ys), (array(2), jnp.full((4, 2), -1.0)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("save", ['save="last"', 'save=(2, "last")'])
-@pytest.mark.parametrize("fill", ["fill", 'fill="hold"'])
-def test_outputs_that_are_held_or_not_all_kept(fill, save):
-    """The last output of each row, that of all rows together where they share it, and one in two."""
-    forms = ("y_axes=(0, None)", fill, save)
-    assert not table.wrong(Cell("mask_scan", (*forms, *more), how) for more in ((), ("reverse",)) for how in STEPWISE)

@@ -27,7 +27,7 @@ def test_what_was_found_once(program):
 
 def numbered(number):
     """One in four is traced where there are many devices, for which some operations have other forms."""
-    marks = [*([pytest.mark.slow] if number > 3 else []), *([] if number % 4 else [pytest.mark.devices])]
+    marks = [*([pytest.mark.slow] if number > 15 else []), *([] if number % 4 else [pytest.mark.devices])]
     return pytest.param(number, marks=marks)
 
 

@@ -93,16 +93,6 @@ def bodies(given: dict[str, jax.Array]) -> Any:
     return lambda h, x: (cell(given, h, x), h * h)
 
 
-def lengths_of_rows(given: Any, **options: Any) -> Any:
-    return treescan.mask_scan(bodies(given), given["h"], padded(given), lengths=of_rows(LENGTHS, given), **options)
-
-
-def mask_of_rows(given: Any, **options: Any) -> Any:
-    mask = of_rows((np.arange(STEPS)[:, None] < LENGTHS).astype(np.int32), given) > 0
-    resets = of_rows((np.arange(STEPS)[:, None] == LENGTHS - 1).astype(np.int32), given) > 0
-    return treescan.mask_scan(bodies(given), given["h"], padded(given), mask=mask, resets=resets, **options)
-
-
 def two_axes_of_rows(given: Any) -> Any:
     init, xs = given["h"], padded(given)
     lengths = np.stack([LENGTHS, LENGTHS[::-1]], 1)
@@ -121,24 +111,6 @@ def rows_that_stop(given: Any, **options: Any) -> Any:
     return ended.carry, ended.ys
 
 
-def shared_leaf(given: Any, **options: Any) -> Any:
-    def body(carry: Any, x: jax.Array) -> Any:
-        h, n = carry
-        return (cell(given, h, x), n + 1.0), h * n
-
-    options = {"carry_axes": (0, None), "lengths": of_rows(LENGTHS, given), **options}
-    return treescan.mask_scan(body, (given["h"], jnp.float32(0)), padded(given), **options)
-
-
-def unchanged_leaf(given: Any) -> Any:
-    def body(carry: Any, x: jax.Array) -> Any:
-        h, scale = carry
-        return (cell(given, h, x) * scale, scale), h
-
-    init = given["h"], given["h"] + 1
-    return treescan.mask_scan(body, init, padded(given), lengths=of_rows(LENGTHS, given))
-
-
 SEQUENCES = [jnp.full((n, FEATURES), 0.5 + n / 8, jnp.float32) for n in (3, 2, 2, 1, 4)]
 
 
@@ -155,16 +127,9 @@ def packed_rows(given: Any, *, split: str = "data", **options: Any) -> Any:
 
 
 RUNS = {
-    "lengths": lengths_of_rows,
-    "lengths, hold, reverse": functools.partial(lengths_of_rows, fill="hold", reverse=True),
-    "mask": mask_of_rows,
-    "mask, reverse, reset_to": functools.partial(mask_of_rows, reverse=True, reset_to=0.25),
     "two axes of rows": two_axes_of_rows,
     "rows that stop": rows_that_stop,
     "rows that stop, reverse, save": functools.partial(rows_that_stop, reverse=True, save="last"),
-    "shared leaf": shared_leaf,
-    "shared leaf, check_finite": functools.partial(shared_leaf, check_finite=True),
-    "unchanged leaf": unchanged_leaf,
     "packed": packed_rows,
     "packed, all of it, reverse": functools.partial(packed_rows, split="all", reverse=True),
     "packed, all of it, save, check": functools.partial(packed_rows, split="all", save="last", check_finite=True),
@@ -172,12 +137,12 @@ RUNS = {
 
 
 def runs() -> list[Any]:
-    """Each on each kind of mesh, set or not, in one split each. Every fifth is for every day, on one mesh."""
+    """Each on each kind of mesh, set or not, in one split each. Every third is for every day, on one mesh."""
     names, params = list(MESHES), []
     for place, run in enumerate(RUNS):
         for kind in range(4):
             name = names[kind * 3 + (place + kind) % 3]
-            marks = () if kind == place // 5 and place % 5 == 0 else pytest.mark.slow
+            marks = () if kind == place // 3 and place % 3 == 0 else pytest.mark.slow
             params.append(pytest.param(RUNS[run], name, id=f"{run}-{name}", marks=marks))
     return params
 

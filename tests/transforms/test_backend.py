@@ -56,21 +56,3 @@ def test_products_of_small_weights_are_computed_step_by_step(kind, width, pays):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((width, width), (64, width), (64, 64, width))]
     loops = lengths_of_loops(jax.grad(loss), *args)
     assert (loops == {64}) == (kind not in pays)  # otherwise it has chunks
-
-
-def test_the_gradient_is_the_same(kind):
-    def loss(w, h, xs):
-        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(masked(w, h, xs)))
-
-    def by_hand(w, h, xs):
-        def step(h, x):
-            t, x = x
-            new, _ = cell(w, h, x)
-            valid = (t < LENGTHS)[:, None]
-            return jnp.where(valid, new, h), jnp.where(valid, new, 0)
-
-        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jax.lax.scan(step, h, (jnp.arange(STEPS), xs))))
-
-    got, wanted = (jax.jit(jax.grad(f, (0, 1, 2)))(*given(4)) for f in (loss, by_hand))
-    for one, other in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4 * np.abs(other).max())

@@ -43,14 +43,6 @@ def data(mask, seed=0):
     return init, jnp.asarray(xs, jnp.float32)
 
 
-def random_mask(seed, shape=(STEPS, ROWS)):
-    """Holes anywhere, and in each stretch of three steps other rows, few or many, or nobody at all."""
-    rng = np.random.default_rng(seed)
-    stretches, ones = -(-shape[0] // 3), (1,) * (len(shape) - 1)
-    live = rng.random((stretches, *shape[1:])) < rng.choice([0.0, 0.2, 0.4, 1.0], (stretches, *ones))
-    return np.repeat(live, 3, axis=0)[: shape[0]] & (rng.random(shape) < 0.8)
-
-
 def by_hand(init, xs, mask, **options):
     return masked_by_hand(cell, init, jnp.where(jnp.asarray(mask)[..., None], xs, 1.0), mask, **options)
 
@@ -63,33 +55,6 @@ def ours(init, xs, mask, *, body=cell, chunk=CHUNK, compact=True, **options):
 
 
 BY_HAND = jax.jit(by_hand)
-
-
-def test_several_batch_axes_are_ordered_along_the_first():
-    shapes = []
-
-    def body(carry, x):
-        shapes.append(x.shape)
-        return cell(carry, x)
-
-    mask = random_mask(0, (STEPS, 4, 3))
-    got = ours(*data(mask), mask, body=body, compact=(3,))
-    chex.assert_trees_all_close(got, BY_HAND(*data(mask), mask), rtol=1e-5, atol=1e-6)
-    assert sorted(shapes) == [(3, 3, WIDTH), (4, 3, WIDTH)]
-
-
-def test_shared_leaves_and_valid():
-    """A mean over the rows that count, and a leaf that all rows share: neither sees who else is run."""
-
-    def body(carry, x, *, valid):
-        total = carry["total"] + jnp.sum(jnp.where(valid, x[:, 0], 0.0))
-        return {"h": jnp.sin(carry["h"] + x * total), "total": total}, {"h": carry["h"], "total": total}
-
-    axes, mask = {"h": 0, "total": None}, random_mask(1)
-    init, xs = data(mask)
-    # A Python scalar that all rows share is promoted.
-    run = functools.partial(ours, {"h": init["h"], "total": 0}, xs, mask, body=body, carry_axes=axes, y_axes=axes)
-    chex.assert_trees_all_close(run(compact=(3,)), run(chunk=0, compact=False), rtol=1e-4, atol=1e-5)
 
 
 # What the body is run on.

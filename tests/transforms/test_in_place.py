@@ -14,8 +14,6 @@ from by_hand import masked_by_hand
 from hlo import Program
 from jaxprs import equations
 from loops import array
-from oracle import assert_close, compiled
-from thin import by_turns, slow
 
 import treescan
 
@@ -61,10 +59,6 @@ Y_AXES = {
     },
     with_constants: 0,
 }
-OPTIONS = {
-    "compact": {"mask": MASK, "compact": True},
-    "tiers in reverse": {"lengths": LENGTHS, "compact": (1, 3), "reverse": True},
-}
 
 
 def given():
@@ -76,85 +70,12 @@ def run(body, weights, init, xs, **options):
     return treescan.mask_scan(functools.partial(body, weights), init, xs, **options)
 
 
-def loss(body, *args, **options):
-    leaves = [leaf for leaf in jax.tree.leaves(run(body, *args, **options)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-    return sum(
-        jnp.sum(jnp.abs(jnp.sin(leaf * jnp.asarray(1 + i, leaf.dtype))) ** 2).astype(jnp.float32)
-        for i, leaf in enumerate(leaves)
-    )
-
-
-def gradient(body, *args, **options):
-    return jax.grad(functools.partial(loss, body, **options), argnums=(0, 1, 2))(*args)
-
-
-def value_beside_gradient(body, *args, **options):
-    """What the gradient computes on its way."""
-
-    def told(*args):
-        return loss(body, *args, **options), run(body, *args, **options)
-
-    return jax.grad(told, argnums=(0, 1, 2), has_aux=True)(*args)[1]
-
-
-def gradient_of_mapped(body, *args, **options):
-    def total(*args):
-        return jnp.sum(jax.vmap(functools.partial(loss, body, **options), (None, 0, 0))(*args))
-
-    weights, init, xs = args
-    return jax.grad(total, argnums=(0, 1, 2))(weights, jnp.stack([init, init / 2]), jnp.stack([xs, xs / 2]))
-
-
-def plain(options):
-    return {name: value for name, value in options.items() if name not in ("chunk", "compact", "unroll")} | {"chunk": 0}
-
-
-EACH = [(of_all_kinds, "tiers in reverse"), (with_constants, "compact"), (cell, "tiers in reverse")]
-
-
-@pytest.mark.parametrize(("body", "options"), [(of_all_kinds, "compact"), *slow(*EACH)])
-def test_values_are_those_of_the_stacked_loop(body, options):
-    options = OPTIONS[options]
-    ours = jax.jit(functools.partial(run, body, **options))(*given())
-    assert_close(ours, run(body, *given(), **plain(options)), 1e-6)
-
-
-@by_turns(2, body=(with_constants, of_all_kinds), derive=(value_beside_gradient, gradient, gradient_of_mapped))
-def test_derivatives_of_other_outputs(body, derive):
-    ours, expected = ({"mask": MASK, "compact": True}, {"mask": MASK, "chunk": 0})
-    ours, expected = (functools.partial(derive, body, **each) for each in (ours, expected))
-    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
-
-
 @jax.custom_vjp
 def _half_slope(x):
     return jnp.tanh(x)
 
 
 _half_slope.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d * (1 - jnp.tanh(x) ** 2) / 2,))
-
-
-def multiplied(weights, carry, x):
-    carry = _half_slope(carry @ weights + x)
-    return carry, carry
-
-
-def by_elements(weights, carry, x):
-    carry = _half_slope(carry * weights[:1] + x)
-    return carry, carry
-
-
-@by_turns(
-    2,
-    body=(multiplied, by_elements),
-    options={"plain": {}, "compact": {"compact": True}},
-    derive=(run, gradient_of_mapped),
-)
-def test_a_rule_for_reverse_mode_alone(monkeypatch, body, options, derive):
-    """JAX cannot map it within a rule of `custom_jvp`, as ours would be."""
-    monkeypatch.setitem(Y_AXES, body, 0)
-    ours, expected = (functools.partial(derive, body, lengths=LENGTHS, **each) for each in (options, {"chunk": 0}))
-    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
 
 
 def returned_by_branches(program):
@@ -193,46 +114,6 @@ def test_a_step_has_no_more_operations_than_one_that_is_masked_by_hand():
 
     assert masked(CHUNK) <= operations(lambda init, xs: masked_by_hand(body, init, xs, valid))
     assert masked(CHUNK) < masked(CHUNK - 1)  # with a remainder, the index is a sum
-
-
-def cached(carry, x):
-    """A cache that each row writes at its own place and reads at its own place."""
-    cache, t = carry
-    rows = jnp.arange(x.shape[0])
-    cache = cache.at[rows, t % 4].set(x).at[rows, (t + jnp.int32(2 * jnp.abs(x[:, 0]))) % 4].add(1.0)
-    return (cache, t + 1), cache[rows, (t + 1) % 4] + jnp.tanh(cache).sum(1)
-
-
-def filtered(carry, x):
-    """A convolution, a solution and the largest entries."""
-    wave = jax.lax.conv_general_dilated(carry[:, None], array(1, 1, 3, seed=4), (1,), "SAME")[:, 0]
-    matrix = x[:, :, None] * carry[:, None] + 4 * jnp.eye(WIDTH)[None]
-    carry = jnp.linalg.solve(matrix, wave[..., None])[..., 0] + x
-    return carry, jax.lax.top_k(carry, 2)[0]
-
-
-@pytest.mark.parametrize("body", [cached, filtered])
-def test_rows_that_are_led_to_themselves_are_as_each_row_alone(body):
-    xs = jnp.where(np.arange(STEPS)[:, None, None] < LENGTHS[:, None], array(STEPS, ROWS, WIDTH, seed=2), jnp.nan)
-    init = (jnp.zeros((ROWS, 4, WIDTH)), jnp.arange(ROWS)) if body is cached else array(ROWS, WIDTH, seed=3)
-
-    def masked(init, xs):
-        return treescan.mask_scan(body, init, xs, lengths=LENGTHS, chunk=CHUNK)
-
-    def alone(init, xs):
-        for row, length in enumerate(LENGTHS):
-            given = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], init)
-            yield jax.lax.scan(body, given, xs[:length, row : row + 1])
-
-    def total(run):
-        return lambda xs: sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(run(xs)) if leaf.dtype != jnp.int32)
-
-    finals, ys = compiled(masked, init, xs)
-    for row, (length, (final, y)) in enumerate(zip(LENGTHS, alone(init, xs), strict=True)):
-        assert_close(jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], finals), final)
-        assert_close(ys[:length, row : row + 1], y)
-    got = compiled(jax.grad(total(lambda xs: masked(init, xs))), xs)
-    assert_close(got, compiled(jax.grad(total(lambda xs: list(alone(init, xs)))), xs))
 
 
 def _ending(carry, x):

@@ -14,7 +14,7 @@ from hlo import Program
 from jaxprs import equations
 from loops import array
 from oracle import assert_close, compiled
-from thin import by_turns, parametrize
+from thin import parametrize
 
 import treescan
 import treescan._transforms.in_bulk as in_bulk
@@ -30,36 +30,6 @@ def lstm(p, h, x):
     i, f, g, o = jnp.split(x @ p["x4"] + h @ p["h4"] + p["b"][None], 4, -1)
     h = jnp.tanh(jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * g) * jax.nn.sigmoid(o)
     return h, h
-
-
-def deep(p, h, x):
-    """x through two layers before it meets the carry, and with itself."""
-    x = jax.nn.relu(x @ p["x"] + 1) @ p["h"]
-    scores = jax.nn.softmax(jnp.einsum("bi,bj->bij", x, x))
-    h = jnp.tanh(h @ p["h"] + jnp.einsum("bij,jk->bk", scores, p["h"]))
-    return h, x
-
-
-def looped(p, h, x):
-    """A loop within the step, and a branch."""
-    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, jnp.stack([p["h"], p["h"].T]))
-    h = jax.lax.cond(x[0, 0] > 0, lambda h: h @ p["h"], lambda h: 2 * h, h) + x @ p["x"]
-    return jnp.tanh(h), h
-
-
-def summed(p, h, x):
-    """Several products in one sum, whose parts are added up in another order; one of them twice."""
-    first = (h @ p["h"] + x @ p["x"]) + (1 + x @ jnp.sin(p["x"]))
-    twice = h @ p["h"].T
-    h = jnp.tanh(first + (jnp.sin(h) @ p["h"] + (twice + twice)))
-    return h, first
-
-
-def read_twice(p, h, x):
-    """Products that are added up, and read elsewhere as well."""
-    early, late = x @ p["x"], h @ p["h"]
-    total = early + late
-    return jnp.tanh(total + early), (late, total - early)
 
 
 def of_integers(p, h, x):
@@ -81,10 +51,6 @@ def with_own_rule(p, h, x):
     """A function with a rule for its gradient."""
     h = jnp.tanh(_twice(h @ p["h"]) + x @ _twice(p["x"]))
     return h, h
-
-
-BODIES = (lstm, deep, looped, summed, read_twice, of_integers)
-"""Programs with more kinds of products, and with options, are drawn in `test_generated.py`."""
 
 
 def params():
@@ -111,22 +77,6 @@ def gradient(body, *args, **options):
     return jax.grad(functools.partial(loss, body, **options), argnums=(0, 1, 2))(*args)
 
 
-def tangent(body, *args, **options):
-    ones = jax.tree.map(jnp.cos, args)
-    return jax.jvp(functools.partial(loss, body, **options), args, ones)
-
-
-def hessian(body, *args, **options):
-    """The gradient of what the gradient gives in one direction."""
-    ones = jax.tree.map(jnp.cos, args)
-
-    def slope(*args):
-        pairs = zip(jax.tree.leaves(gradient(body, *args, **options)), jax.tree.leaves(ones), strict=True)
-        return sum(jnp.vdot(a, b) for a, b in pairs)
-
-    return jax.grad(slope, argnums=(0, 1, 2))(*args)
-
-
 def tolerance_of(body):
     """Cotangents of halves are rounded once a chunk instead of once a step."""
     return 1e-2 if body is of_integers else 1e-5
@@ -138,47 +88,10 @@ def assert_as_step_by_step(derive, body, args, **options):
     assert_close(compiled(ours, *args), compiled(expected, *args), tolerance, tolerance)
 
 
-@by_turns(4, body=BODIES, derive=(run, gradient, tangent, hessian))
-def test_as_step_by_step(body, derive):
-    assert_as_step_by_step(derive, body, given())
-
-
 WHOLE_STEPS = treescan.Remat("everything_saveable", segment=CHUNK)
 
 
-def assert_as_lax_scan(derive, body, args, tolerance, remat=WHOLE_STEPS):
-    ours = functools.partial(derive, body, verb=treescan.scan, remat=remat)
-    expected = functools.partial(derive, body, verb=jax.lax.scan)
-    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance, tolerance)
-
-
-@by_turns(3, body=BODIES, derive=(gradient, hessian))
-def test_scan_that_saves_whole_steps_is_lax_scan(body, derive):
-    assert_as_lax_scan(derive, body, given(), tolerance_of(body))
-
-
-def test_scan_that_saves_whole_steps_under_vmap():
-    """A branch on a mapped value is in the step: it is differentiated before it is mapped."""
-
-    def branching(p, h, x):
-        h = jax.lax.cond(jnp.sum(h) > 0, lambda h: jnp.sin(h @ p["h"]), lambda h: h, h)
-        return jnp.tanh(h @ p["h"] + x @ p["x"]), h
-
-    p, h, xs = given()
-    args = p, jnp.stack([h, -h]), xs
-    for body in (lstm, branching):
-        ours, expected = (
-            jax.vmap(functools.partial(gradient, body, **o), (None, 0, None))
-            for o in ({"verb": treescan.scan, "remat": WHOLE_STEPS}, {"verb": jax.lax.scan})
-        )
-        assert_close(compiled(ours, *args), compiled(expected, *args), 1e-5, 1e-5)
-
-
 LONG = 37
-
-
-def given_long():
-    return params(), array(ROWS, H, seed=20), array(LONG, ROWS, D, seed=21)
 
 
 @pytest.fixture(params=["at once", "recomputed"])
@@ -187,11 +100,6 @@ def auto(request, monkeypatch):
     monkeypatch.setattr(auto_remat, "LARGE", 0 if request.param == "recomputed" else 2**60)
     monkeypatch.setattr(in_bulk, "PAYS", 0)
     return request.param
-
-
-@by_turns(3, body=(lstm, deep, looped, of_integers), derive=(gradient, hessian))
-def test_auto_is_lax_scan(body, derive, auto):
-    assert_as_lax_scan(derive, body, given_long(), max(1e-4, tolerance_of(body)), remat="auto")
 
 
 def test_auto_computes_products_at_once():
@@ -284,19 +192,6 @@ def test_operations_are_counted_as_xla_counts_them(function, shapes):
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     ours = count_operations(jax.make_jaxpr(function)(*args).jaxpr)
     assert 0.8 < ours / jax.jit(function).lower(*args).compile().cost_analysis()["flops"] < 1.3
-
-
-def test_a_rule_for_gradients_is_kept():
-    for derive in (run, gradient, hessian):
-        assert_as_step_by_step(derive, with_own_rule, given())
-
-
-def test_a_loop_that_has_no_gradient_still_has_a_tangent():
-    def body(p, h, x):
-        h = jax.lax.while_loop(lambda h: jnp.sum(h) < 5, lambda h: h + 1 + x @ p["x"], h)
-        return jnp.tanh(h @ p["h"] + x @ p["x"]), h
-
-    assert_as_step_by_step(tangent, body, given())
 
 
 # What is run how often.
@@ -468,19 +363,3 @@ def test_a_function_that_says_where_its_results_are_is_called_as_it_is():
     calls = [call for name in ("jit", "pjit") for call in equations(jaxpr, name)]
     assert any(everywhere in call.params["out_shardings"] for call in calls)
     assert_as_step_by_step(gradient, body, given())
-
-
-@pytest.mark.devices
-@parametrize("check_vma", {"checked": True, "unchecked": False})
-def test_in_a_shard_map(check_vma):
-    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    specs = (jax.P(), jax.P("rows"), jax.P(None, "rows"), jax.P("rows"))
-
-    def local(p, h, xs, lengths):
-        return jax.lax.psum(loss(lstm, p, h, xs, lengths=lengths), "rows")
-
-    total = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check_vma)
-    lengths = jnp.arange(8 * ROWS) % (4 * CHUNK)
-    ours = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*many_rows(), lengths)
-    expected = jax.jit(functools.partial(gradient, lstm, chunk=0, lengths=lengths))(*many_rows())
-    assert_close(ours, expected, 1e-4, 1e-4)

@@ -9,59 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from by_hand import assert_same
 from hypothesis import example, given, settings
-from jax.ad_checkpoint import checkpoint_name
-from loops import array
 from oracle import assert_close
-from thin import parametrize
 
 import treescan
 from treescan import Remat
 from treescan._transforms.checkpoint import count_parts, divide
-
-policies = jax.checkpoint_policies
-
-STEPS = 97
-PLANS = {  # beside those that `test_what_works.py` and `test_generated.py` run with every option
-    "too long a segment": Remat(segment=5000),
-    "dots as a function": Remat(policies.dots_with_no_batch_dims_saveable),
-    "names": Remat(policies.save_only_these_names("h"), levels=3),
-    "offload and policy": Remat("dots_saveable", levels=3, offload="pinned_host"),
-    # Bytes that fit: the gradient of xs, which each level copies, is among them.
-    "fit": Remat.fit(400 + 100 * int(STEPS**0.5) + 20 * STEPS),
-}
-
-
-def cell(p, carry, x):
-    h = checkpoint_name(jnp.tanh(p * carry["h"] + x["a"]), "h")
-    return {"h": h, "n": carry["n"] + 1, "w": carry["w"]}, {"y": h * h + jnp.sin(carry["w"]), "n": x["i"]}
-
-
-@parametrize("remat", PLANS)
-def test_equals_lax_scan(remat):
-    def run(verb, p, init, xs, **options):
-        return verb(functools.partial(cell, p), init, xs, reverse=True, **options)
-
-    init = {"h": array(3, seed=2), "n": jnp.int32(0), "w": array(3, seed=5)}
-    xs = {"a": array(STEPS, 3, seed=3), "i": jnp.arange(STEPS, dtype=jnp.int32)}
-    ours, theirs = functools.partial(run, treescan.scan, remat=remat), functools.partial(run, jax.lax.scan)
-    assert_same(ours, theirs, array(3, seed=1), init, xs)
-
-
-@pytest.mark.parametrize(
-    ("remat", "reverse"),
-    [("step", False), ("nested", True), (Remat.fit(10**6), True)],
-)
-def test_fori(remat, reverse):
-    def power(w, remat=None):
-        return jnp.sum(treescan.fori(2, 30, lambda i, h: jnp.sin(h * w + i), w, remat=remat, reverse=reverse))
-
-    w = jnp.linspace(0.1, 0.9, 5)
-    plain, ours = jax.value_and_grad(power)(w), jax.value_and_grad(functools.partial(power, remat=remat))(w)
-    assert_close(ours, plain)
-    with jax.disable_jit():
-        assert_close(power(w, remat), plain[0])
 
 
 def test_fori_of_a_traced_range():
@@ -205,21 +158,6 @@ def test_carries_go_to_the_memory_of_the_host(levels):
     shapes = {f"tensor<{size}x5xf32>" for size in (27 // parts[-1] if parts else 27,)} | {"tensor<5xf32>"}
     assert moved
     assert any(shape in line for line in moved for shape in shapes)
-
-
-def test_keys_and_integers_are_not_in_the_way_of_offloading():
-    def body(carry, x):
-        key, use = jax.random.split(carry["key"])
-        return {"h": jnp.sin(carry["h"] + x + jax.random.normal(use)), "key": key, "n": carry["n"] + 1}, None
-
-    def loss(h, xs, remat=None):
-        init = {"h": h, "key": jax.random.key(0), "n": jnp.int32(0)}
-        return treescan.scan(body, init, xs, remat=remat)[0]["h"]
-
-    given = jnp.float32(0.1), array(9)
-    for levels in (1, 2):
-        got = jax.grad(functools.partial(loss, remat=Remat(levels=levels, offload="pinned_host")), (0, 1))(*given)
-        assert_close(got, jax.grad(loss, (0, 1))(*given))
 
 
 # Remat.fit

@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from by_hand import assert_same
 from jaxprs import equations
 from loops import array
 from oracle import assert_close
-from thin import slow
-from works import plain
 
 import treescan
 from treescan import Remat
@@ -29,21 +26,6 @@ def body(carry, x):
 def arguments(steps):
     xs = {"u": array(steps, 2, seed=3), "i": jnp.arange(steps, dtype=jnp.int32)}
     return {"h": array(2, seed=1), "w": 1 + array(2, seed=2)}, xs
-
-
-@pytest.mark.parametrize(
-    ("save", "steps", "reverse", "remat"),
-    [
-        ({"a": 2, "b": (3, "all")}, 7, True, Remat(levels=3)),
-        ({"a": np.array([0, 3, 4]), "b": (range(1, 7, 3), np.array([6], np.int8))}, 7, True, None),
-        ({"a": np.array([2, 3]), "b": (3, None)}, 7, False, "nested"),
-    ],
-)
-def test_scan(save, steps, reverse, remat):
-    def run(verb, init, xs):
-        return verb(body, init, xs, save=save, reverse=reverse, remat=remat)
-
-    assert_same(functools.partial(run, treescan.scan), functools.partial(run, plain.scan), *arguments(steps))
 
 
 def test_no_steps():
@@ -76,36 +58,6 @@ def test_an_empty_tree_will_do():
 
 # The masked scan
 
-STEPS, ROWS = 5, 3
-MIXED, ODD = {"a": "last", "b": 2, "c": "all", "t": "last"}, {"a": 2, "b": 6, "c": 3, "t": None}
-FILLS = {"a": "hold", "b": 2.5, "c": 0, "t": "hold"}
-
-
-def rows_body(carry, x):
-    """Of all rows, or of one."""
-    h = jnp.sin(carry + x[0])
-    return h, {"a": h * x[0], "b": jnp.cos(h[..., 0]), "c": jnp.moveaxis(h, 0, -1), "t": x[1]}
-
-
-@pytest.mark.parametrize(
-    ("save", "fill", "options"),
-    [
-        (MIXED, FILLS, {"chunk": 2, "remat": "nested", "reverse": True}),
-        (np.array([1, 4]), FILLS, {"reverse": True}),
-        *slow((ODD, FILLS, {"chunk": 4, "compact": True})),
-    ],
-    ids=str,
-)
-def test_mask_scan(save, fill, options):
-    mask = np.random.default_rng(7).random((STEPS, ROWS)) < 0.4
-
-    def run(verb, init, xs):
-        axes = {"x_axes": (0, None), "y_axes": {"a": 0, "b": 0, "c": 1, "t": None}}
-        return verb(rows_body, init, xs, mask=mask, save=save, fill=fill, **options, **axes)
-
-    given = array(ROWS, 2, seed=1), (array(STEPS, ROWS, 2, seed=3), jnp.arange(1, 1 + STEPS, dtype=jnp.int32))
-    assert_same(functools.partial(run, treescan.mask_scan), functools.partial(run, plain.mask_scan), *given)
-
 
 # Layers
 
@@ -120,27 +72,6 @@ def other_block(layer, x):
     return x | {"h": h}, h * 2
 
 
-PATTERNS = [
-    ([{"h": 3, "w": "last"}, 2], 3, True, "nested"),
-    ([None, "all"], 1, False, None),
-    ([np.array([0, 2]), range(1, 3)], 3, False, None),
-]
-
-
-@pytest.mark.parametrize(("saves", "others", "reverse", "remat"), PATTERNS)
-def test_patterns(saves, others, reverse, remat):
-    def run(verb, x, stacks):
-        return verb([block, other_block], x, stacks, save=saves, reverse=reverse, remat=remat)
-
-    def plainly(x, stacks):
-        x, ys = run(plain.scan_layers, x, stacks)
-        return x, tuple(None if keep is None else y for keep, y in zip(saves, ys, strict=True))
-
-    stacks = [{"w": 1 + array(others + (others > 1), 2)}, {"v": 1 + array(others, 2, seed=1)}]
-    given = {"h": array(2, seed=5), "s": array(2, seed=6)}, stacks
-    assert_same(functools.partial(run, treescan.scan_layers), plainly, *given)
-
-
 def test_a_block_without_a_layer():
     x, stacks = {"h": array(2), "s": array(2)}, [{"w": array(1, 2)}, {"v": array(0, 2)}]
     _, (ys, none) = treescan.scan_layers([block, other_block], x, stacks, save=["last", None])
@@ -150,30 +81,6 @@ def test_a_block_without_a_layer():
 # Positions
 
 AT = np.array([0, 3, 4, 9])
-
-
-def test_positions_of_keys_and_in_vmap():
-    def draw(key, x):
-        key, now = jax.random.split(key)
-        return key, {"key": now, "x": jax.random.normal(now) * x}
-
-    def run(seed, save):
-        return treescan.scan(draw, jax.random.key(seed), jnp.arange(11.0), save=save)
-
-    seeds = jnp.arange(3)
-    got, every = (jax.vmap(lambda seed, save=save: run(seed, save))(seeds) for save in (AT, "all"))
-    assert_close(got, (every[0], jax.tree.map(lambda y: y[:, AT], every[1])))
-
-
-@pytest.mark.parametrize("axes", [1, -1, {"last": 0, "all": 1}])
-def test_out_axes_are_of_outputs_that_are_stacked(axes):
-    def step(c, x):
-        return c + x, {"last": c, "all": x * jnp.arange(3.0)}
-
-    save = {"last": "last", "all": "all"}
-    _, ys = treescan.scan(step, 0.0, jnp.arange(4.0), save=save, out_axes=axes)
-    assert ys["last"] == 3
-    assert_close(ys["all"], jnp.outer(jnp.arange(3.0), jnp.arange(4.0)))
 
 
 @pytest.mark.parametrize("without_jit", [False, True])

@@ -11,37 +11,10 @@ from oracle import assert_close
 from thin import slow
 
 import treescan
-from treescan import Remat
 
 
 def leaky(h, x):
     return (0.5 * h + x,) * 2
-
-
-@pytest.mark.parametrize(
-    ("verb", "steps", "size", "reverse", "remat"),
-    [
-        ("scan", 7, 3, False, None),
-        ("scan", 7, 3, True, None),
-        ("scan", 8, 2, True, "nested"),
-        ("accumulate", 7, 1, False, "step"),
-        ("accumulate", 8, 3, True, Remat("everything_saveable", levels=2)),
-        ("scan", 1, 7, False, None),
-    ],
-)
-def test_a_gradient_ends_where_its_stretch_does(verb, steps, size, reverse, remat):
-    """An x counts once in its own output, and half as much in each of the `left` outputs that follow in its stretch."""
-    step = leaky if verb == "scan" else lambda h, x: leaky(h, x)[0]
-
-    def total(h, xs):
-        out = getattr(treescan, verb)(step, h, xs, truncate=size, reverse=reverse, remat=remat)
-        return jnp.sum(out[1] if verb == "scan" else out)
-
-    of_init, of_xs = jax.jit(jax.grad(total, (0, 1)))(jnp.float32(0), jnp.ones(steps))
-    place = np.arange(steps)
-    left = place % size if reverse else np.minimum(size - 1 - place % size, steps - 1 - place)
-    np.testing.assert_array_equal(of_xs, 2 - 0.5**left)
-    assert of_init == of_xs[-1 if reverse else 0] / 2
 
 
 @pytest.mark.parametrize("way", ["traced", "rows", "disable_jit", "as written", "rows as written", "jit", "rows jit"])

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy.testing as npt
 import pytest
-from hypothesis import example, given, settings, strategies as st
 from loops import array
 from oracle import assert_close
 from works import plain
-from works.transforms import gradient
 
 import treescan
 
@@ -47,73 +45,11 @@ def other_block(layer, x, *others, key=None):
     return (x, (x @ layer["mlp"]).sum()) if key is None else (x + jax.random.normal(key, (WIDTH,))[None] / 8, x.sum())
 
 
-def without_y(function):
-    @functools.wraps(function)
-    def folded(*args, **keywords):
-        return function(*args, **keywords)[0]
-
-    return folded
-
-
 def test_outputs_of_an_empty_stack_have_their_types():
     stacks = (make_stack(1), make_stack(0))
     _, (first, second) = treescan.scan_layers([block, other_block], X, stacks)
     assert [leaf.shape for leaf in jax.tree.leaves(first)] == [(1, 3), (1, 3, 4)]
     assert second.shape == (0,)
-
-
-@st.composite
-def programs(draw):
-    period = draw(st.integers(1, 3))
-    rounds, rest = draw(st.integers(0, 3)), draw(st.integers(0, period - 1))
-    if not rounds and not rest:
-        rounds = 1
-    counts = [rounds + (i < rest) for i in range(period)]
-    plan = draw(st.sampled_from([None, "step", "nested", "each"]))
-    return (
-        counts,
-        [draw(st.sampled_from([block, other_block])) for _ in counts],
-        [draw(st.sampled_from(["step", None])) for _ in counts] if plan == "each" else plan,
-        draw(st.booleans()),  # reverse
-        [draw(st.booleans()) for _ in counts],  # has xs
-        draw(st.integers(0, 2)),  # args
-        draw(st.booleans()),  # key
-        draw(st.sampled_from([1, 2, True])),  # unroll
-        draw(st.booleans()),  # fold_layers
-    )
-
-
-@settings(max_examples=5)
-@given(programs())
-@example(([7], [block], "nested", True, [True], 1, True, 1, False))
-@example(([3, 2, 2], [block, other_block, block], ["step", None, None], True, [True] * 3, 1, True, 1, False))
-@example(([1, 1, 0], [block, other_block, block], "step", False, [True, False, True], 1, False, 2, False))
-def test_any_pattern(program):
-    counts, blocks, remat, reverse, has_own, args, keyed, unroll, folds = program
-    key = jax.random.key(1) if keyed else None
-    values = (
-        X,
-        [make_stack(count, seed) for seed, count in enumerate(counts)],
-        [array(n, 3, WIDTH, seed=i) if has else None for i, (has, n) in enumerate(zip(has_own, counts, strict=True))],
-        tuple(array(1, WIDTH, seed=50 + i) for i in range(args)),
-    )
-
-    def ours(values):
-        x, stacks, own, shared = values
-        options = {"args": shared, "remat": remat, "reverse": reverse, "unroll": unroll, "key": key}
-        if folds:
-            return jax.tree.leaves(treescan.fold_layers([without_y(b) for b in blocks], x, stacks, own, **options))
-        x, ys = treescan.scan_layers(blocks, x, stacks, own, **options)
-        return jax.tree.leaves((x, [y for y, count in zip(ys, counts, strict=True) if count]))
-
-    def expected(values):
-        x, stacks, own, shared = values
-        x, ys = plain.scan_layers(blocks, x, stacks, own, args=shared, key=key, reverse=reverse)
-        return [x] if folds else jax.tree.leaves((x, ys))
-
-    found, meant = jax.jit(functools.partial(gradient, ours))(values), gradient(expected, values)
-    assert_close(found[0], meant[0])
-    assert_close(found[1], meant[1], rtol=1e-4, atol=1e-4)  # sums of many terms
 
 
 # What goes in and out

@@ -13,9 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from loops import array
 from oracle import assert_close
-from thin import slow
 from works import plain
-from works.transforms import gradient
 
 import treescan
 from treescan.carries import Window
@@ -42,49 +40,6 @@ def fold_block(layer, x, state):
     return x, Cache(state.sums * 0.5 + x, state.seen + x.mean(0) * state.seen)
 
 
-def scan_block(layer, x, state):
-    x, state = fold_block(layer, x, state)
-    return x, state, {"mean": x.mean(), "first": x[0]}
-
-
-def other_block(layer, x, own, state, scale):
-    x, state = fold_block(layer, x * scale + own[None], state)
-    return x, state, state.sums.sum()
-
-
-@pytest.mark.parametrize(
-    ("counts", "options"),
-    [
-        ([3, 2, 2], {"reverse": True}),
-        *slow(([2, 2, 2], {"remat": "step"}), ([1, 1, 0], {"remat": "nested"})),
-    ],
-    ids=str,
-)
-def test_patterns(counts, options):
-    """Values and gradients of all that comes back; `works` has patterns of two, mapped and step by step."""
-
-    def second(layer, x, state):
-        x = jnp.sin(x + layer["w"][0][None]) + state[None]
-        return x, state * x[0], x[:1]
-
-    blocks, whole = [scan_block, scan_block, second], sum(count > 0 for count in counts)
-
-    def ours(given):
-        x, new, ys = treescan.scan_layers(blocks, *given[:2], state=given[2], **options)
-        return jax.tree.leaves((x, new, ys[:whole]))
-
-    def wanted(given):
-        x, layers, states = given
-        reverse = options.get("reverse", False)
-        x, new, ys = plain.scan_layers(blocks[:whole], x, layers[:whole], state=states[:whole], reverse=reverse)
-        return jax.tree.leaves((x, [*new, *states[whole:]], ys))
-
-    layers = [stack_of(count, seed) for seed, count in enumerate(counts)]
-    states = [states_of(counts[0]), states_of(counts[1], seed=7), array(counts[2], WIDTH, seed=8)]
-    given = X, layers, states
-    assert_close(jax.jit(functools.partial(gradient, ours))(given), gradient(wanted, given))
-
-
 def test_a_block_without_a_state_in_a_pattern():
     def without(layer, x, state):
         assert state is None
@@ -92,14 +47,6 @@ def test_a_block_without_a_state_in_a_pattern():
 
     given, state = ([without, fold_block], X, [stack_of(3), stack_of(2, 1)]), [None, states_of(2)]
     assert_close(treescan.fold_layers(*given, state=state), plain.fold_layers(*given, state=state))
-
-
-def test_in_axes_are_those_of_xs():
-    layers, states, own = stack_of(3), states_of(3), array(WIDTH, 3, seed=4)
-    for xs, axes in ((own, 1), (own[:, 0], None)):
-        given = {"state": states, "args": (jnp.float32(2),), "in_axes": axes}
-        found, want = (f(other_block, X, layers, xs, **given) for f in (treescan.scan_layers, plain.scan_layers))
-        assert_close(found, want)
 
 
 def test_keys_and_flags_and_static_leaves_are_states():

@@ -9,8 +9,6 @@ import numpy.testing as npt
 from loops import array
 from oracle import as_numpy, assert_close
 from traces import compilations
-from works import plain
-from works.transforms import gradient
 
 import treescan
 from treescan.carries import keys, window
@@ -30,25 +28,6 @@ def step(w, carry, x):
     h = jnp.tanh(carry["h"] @ w + x) / carry["goal"]
     n = carry["n"] + 1
     return {"goal": carry["goal"], "h": h, "n": n}, h * n.astype(h.dtype)[..., None]
-
-
-def test_under_vmap():
-    """Elements of a vmap whose flags and states differ, one of them without a valid step."""
-    valid, resets = np.stack([HOLES, np.zeros_like(HOLES), ~HOLES]), np.stack([RESETS, RESETS, ~RESETS])
-    tos = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, leaf * 2]), TO)
-
-    def run(lib, w, valid, resets, to):
-        options = {"mask": valid, "resets": resets, "reset_to": to, "reverse": True, "chunk": 2}
-        return lib.mask_scan(functools.partial(step, w), INIT, XS, **options)
-
-    def mapped(w):
-        return jax.tree.leaves(jax.vmap(functools.partial(run, treescan), (None, 0, 0, 0))(w, valid, resets, tos))
-
-    def by_hand(w):
-        each = [run(plain, w, *jax.tree.map(lambda leaf, i=i: leaf[i], (valid, resets, tos))) for i in range(3)]
-        return jax.tree.leaves(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each))
-
-    assert_close(jax.jit(functools.partial(gradient, mapped))(WEIGHTS), gradient(by_hand, WEIGHTS))
 
 
 def test_an_init_that_is_not_seen_is_not_read():
@@ -87,18 +66,6 @@ def test_what_may_be_said():
     assert_close(run(lambda init: jax.tree.map(jnp.ones_like, init)), of(1.0, 1.0, ones))
     assert_close(run({"goal": None, "h": None, "n": None}), run(None))
     assert_close(run(lambda init: init), run(None))
-
-
-def test_several_batch_axes():
-    def run(init, to, *rows, **options):
-        xs, mask, resets = rows
-        body = lambda carry, x: (jnp.tanh(carry + x), carry)  # noqa: E731
-        return treescan.mask_scan(body, init, xs, mask=mask, resets=resets, reset_to=to, **options)
-
-    states, others = (array(B, H, seed=2), array(B, H, seed=3)), (array(T, B, H, seed=4), HOLES, RESETS)
-    twice = [jnp.stack([part, part]) for part in states], [jnp.stack([part, part], 1) for part in others]
-    final, ys = run(*twice[0], *twice[1], compact=True)
-    assert_close((final[0], ys[:, 1]), run(*states, *others))
 
 
 def test_shared_leaves_are_never_reset():

@@ -10,36 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import array
-from oracle import assert_bitwise, assert_close
+from oracle import assert_bitwise
 from works import plain, rows
 from works.rows import LENGTHS, MASK, RESETS, B, T
-from works.table import difference
-from works.transforms import gradient
 
 import treescan
-from treescan.carries import ema
 
 
 def run(lib, options, given):
     return [leaf for leaf in jax.tree.leaves(rows.program(lib, options, frozenset(), given)) if plain.is_array(leaf)]
-
-
-AT, ROW = np.mgrid[:T, :B]
-PATTERNS = {
-    "holes": (AT + ROW) % 2 == 0,
-    "a row that pauses for a chunk": (ROW > 0) ^ (AT // 2 == 1),
-    "nothing": AT < 0,
-}
-
-
-@pytest.mark.parametrize("name", PATTERNS)
-def test_patterns_of_a_mask(name):
-    """Masks that mean something, with resets, and with rows that move to other places: in reverse for some names."""
-    reverse = len(name) % 2 == 0
-    resets = np.random.default_rng(0).random((T, B)) < 0.5
-    options = {"mask": PATTERNS[name], "resets": resets, "fill": "hold", "reverse": reverse}
-    mine, theirs = (functools.partial(run, lib, {**options, "compact": (1,), "chunk": 2}) for lib in (treescan, plain))
-    assert_close(jax.jit(functools.partial(gradient, mine))(rows.GIVEN), gradient(theirs, rows.GIVEN))
 
 
 def test_forward_values_do_not_depend_on_the_chunk():
@@ -81,52 +60,10 @@ def test_traced_lengths_that_int32_does_not_hold_are_clamped():
     assert_bitwise(run(least, offset=2), run(np.array([0, 3]), offset=2))
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_short_loops(steps):
-    def cell(h, x):
-        return jnp.tanh(h) / x, h * x
-
-    def loss(lib, h, xs):
-        valid = np.arange(steps)[:, None] < LENGTHS
-        final, ys = lib.mask_scan(cell, h, xs, mask=valid, fill="hold", compact=True)
-        return jnp.sum(final) + jnp.sum(ys), (final, ys)
-
-    h, xs = rows.GIVEN["h"][:, 0], jnp.full((steps, B), 2.0)
-    ours, want = (jax.value_and_grad(functools.partial(loss, lib), has_aux=True)(h, xs) for lib in (treescan, plain))
-    assert difference(ours, want) is None
-
-
 # `fold` and `accumulate` with `lengths`: their rows are those of the masked scan
 
-W = 0.5 * jnp.eye(2) + 0.1
 INIT, DATA = array(B, 2, seed=1), array(T, B, 2)
 XS = jnp.where(rows.VALID[..., None], DATA, jnp.nan)
-
-
-def test_folds_are_the_masked_scan():
-    options = {"lengths": LENGTHS, "reverse": True, "remat": "step"}
-
-    def step(h, x):
-        return jnp.tanh(h @ W + x)
-
-    def masked(given):
-        return treescan.mask_scan(lambda h, x: (step(h, x),) * 2, *given, **options)
-
-    def folds(given):
-        return treescan.fold(step, *given, **options), treescan.accumulate(step, *given, **options)
-
-    assert_close(*(jax.jit(functools.partial(gradient, run))((INIT, XS)) for run in (folds, masked)))
-
-
-def test_folds_of_custom_carries():
-    def average(verb, *shape, xs, **options):
-        return verb(lambda seen, x: x, ema(jnp.zeros(shape), 0.5), xs, **options)
-
-    found = average(treescan.fold, B, 2, xs=XS, lengths=LENGTHS).read()
-    alone = [average(treescan.fold, 2, xs=DATA[:length, b]).read() for b, length in enumerate(LENGTHS)]
-    assert_close(found, jnp.stack(alone))
-    stacked = average(treescan.accumulate, B, 2, xs=XS, lengths=LENGTHS)
-    np.testing.assert_allclose(stacked.value[LENGTHS[0] - 1, 0], found[0])
 
 
 def test_the_body_of_a_fold_may_take_valid():

@@ -146,14 +146,6 @@ def test_no_check_sees_an_element_that_has_stopped(noticed):
         close(values, jnp.array([3.0, 7.0, 0.0]))
 
 
-def test_what_body_and_condition_close_over_is_differentiated():
-    def run(a, limit):
-        return while_scan(lambda c: c < limit, lambda c, _: (c * a, None), a, max_length=50).carry
-
-    close(jax.jit(jax.grad(run))(2.0, 30.0), 5 * 2.0**4)
-    close(jax.jit(jax.vmap(jax.grad(run), in_axes=(None, 0)))(2.0, jnp.array([1.0, 30.0])), np.array([1.0, 80.0]))
-
-
 def test_fori_with_traced_bounds():
     """Beyond `max_length`, and where the bounds of elements of a vmap differ; `works` has the others."""
 

@@ -1,7 +1,6 @@
 """Rows of a `while_scan` that stop each by itself: against a Python loop for each row."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +10,13 @@ from hlo import Program
 from jaxprs import equations
 from loops import array
 from oracle import as_numpy, assert_close
-from thin import all_pairs, everyday, slow
-from works import plain
+from thin import slow
 
 import treescan
-from treescan import Remat, while_scan
-from treescan.carries import ema, keys
+from treescan import while_scan
 
 LENGTH, D, FILL = 13, 2, -1.0
 STOPS = jnp.array([0.0, 3.0, 7.0, 30.0, 13.0, 1.0])
-COMPACT = {"all": False, "live": True, "tiers": (1, 4)}
 
 
 def step(weights, carry, x):
@@ -45,18 +41,6 @@ def ours(options, weights, h, left, xs=None):
     return while_scan(goes_on, body, init_of(h, left), xs, max_length=LENGTH, fill={"a": FILL, "n": -1}, **options)
 
 
-def by_hand(options, weights, h, left, xs=None):
-    """The rows one by one, each of as many steps as it takes."""
-    taken = np.minimum(left, LENGTH)
-    order = np.arange(LENGTH)[::-1] if options.get("reverse") else np.arange(LENGTH)
-    mask = order.reshape(-1, *[1] * taken.ndim) < taken
-    carry, ys = plain.mask_scan(
-        functools.partial(step, weights), init_of(h, left), xs, mask=mask, length=LENGTH, fill={"a": FILL, "n": -1},
-        **options,
-    )  # fmt: skip
-    return carry, ys, jnp.asarray(taken, jnp.int32), ~goes_on(carry)
-
-
 def loss_of(run):
     """A loss of what is smooth; it reads nothing that is bad before the loop."""
 
@@ -67,190 +51,12 @@ def loss_of(run):
     return loss
 
 
-def derived(run, *given):
-    loss = loss_of(run)
-    places = tuple(i for i in range(len(given)) if i != 2)
-    carry, *others = run(*given)
-    return {**carry, "scale": jnp.zeros(())}, *others, jax.grad(loss, places)(*given)
-
-
 def given_of(*batch, xs=True, stops=STOPS):
     left = stops.reshape(batch)
     return array(D, D, seed=1), array(*batch, D, seed=2), left, *([array(LENGTH, *batch, D, seed=3)] if xs else [])
 
 
-def assert_same(options, *given, **others):
-    mine = functools.partial(derived, functools.partial(ours, {**options, **others}))
-    assert_close(jax.jit(mine)(*given), derived(functools.partial(by_hand, options), *given))
-
-
-GRID = list(itertools.product(COMPACT, [True, False], [False, True], ["all", "last", 3]))
-ROWS = [("live", True, False, "all"), ("all", True, True, "last"), ("tiers", False, True, 3), ("live", False, False, 3)]
-
-
-@pytest.mark.parametrize(
-    ("compact", "with_xs", "reverse", "save"), everyday(list(dict.fromkeys([*ROWS, *all_pairs(GRID)])))
-)
-def test_values_and_gradients(compact, with_xs, reverse, save):
-    options = {"reverse": reverse, "save": save}
-    assert_same(options, *given_of(6, xs=with_xs), compact=COMPACT[compact])
-
-
-def test_a_single_tier_beside_the_whole_batch():
-    left, xs = np.array([0, 3, 9, 1]), np.arange(36.0, dtype=np.float32).reshape(9, 4)
-    body = lambda c, x: ({"h": c["h"] + x, "left": c["left"] - 1}, None)  # noqa: E731
-    init = {"h": jnp.zeros(4), "left": jnp.asarray(left)}
-    carry = while_scan(goes_on, body, init, xs, compact=(2,)).carry
-    np.testing.assert_array_equal(carry["h"], np.where(np.arange(9)[:, None] < left, xs, 0).sum(0))
-
-
-def test_several_batch_axes():
-    assert_same({}, *given_of(2, 3), compact=True)
-
-
-@pytest.mark.parametrize(("steps", "save"), [(1, "all"), (2, "last")])
-def test_compact_of_fewer_steps_than_a_chunk_has(steps, save):
-    def loss(h, xs, compact):
-        cond, step = lambda h: h.sum(-1) < 5, lambda h, x: (jnp.sin(h) + x, h)
-        ended = treescan.while_scan(cond, step, h, xs, compact=compact, save=save)
-        return (ended.carry * xs[0]).sum() + (ended.ys**2).sum()
-
-    given = array(4, D, seed=1), array(steps, 4, D, seed=2) ** 2 + 1
-    got, want = (jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)(*given, c) for c in (True, False))
-    assert_close(got, want)
-
-
-def test_under_disable_jit():
-    given, options = given_of(6), {"save": 3, "reverse": True}
-    with jax.disable_jit():
-        carry, *got = ours({"compact": True, **options}, *given)
-    meant, *want = by_hand(options, *given)
-    assert_close(({**carry, "scale": 0}, *got), ({**meant, "scale": 0}, *want))
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_each_element_of_vmap_has_rows(compact):
-    """Of the first element no row ever starts: it borrows from the other."""
-    stops = jnp.stack([jnp.zeros(6), STOPS])
-    weights, xs = array(D, D, seed=1), array(LENGTH, 6, D, seed=3)
-    h = array(2, 6, D, seed=2)
-    run = functools.partial(derived, functools.partial(ours, {"compact": compact}))
-    got = jax.jit(jax.vmap(run, (None, 0, 0, None)))(weights, h, stops, xs)
-    want = [derived(functools.partial(by_hand, {}), weights, h[i], stops[i], xs) for i in range(2)]
-    assert_close(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
-    loss = jax.vmap(loss_of(functools.partial(ours, {"compact": compact})), (None, 0, 0, None))
-    grads = jax.jit(jax.grad(lambda *given: jnp.sum(loss(*given)), (0, 1)))(weights, h, stops, xs)
-    assert_close(grads, (want[0][-1][0] + want[1][-1][0], jnp.stack([want[0][-1][1], want[1][-1][1]])))
-
-
-@pytest.mark.parametrize(("remat", "compact"), [(Remat(levels=3), False), (Remat(segment=4), True)], ids=str)
-def test_remat(remat, compact):
-    assert_same({}, *given_of(6), compact=compact, remat=remat)
-
-
-def test_without_rewriting_it_runs_every_step():
-    given = given_of(6)
-    with treescan.rewriting(False):
-        assert_same({}, *given, compact=True)
-
-
-def test_no_row_ever_starts():
-    assert_same({}, *given_of(6, stops=jnp.zeros(6)), compact=True)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_no_steps_at_all(compact):
-    result = while_scan(lambda c: c < 3, lambda c, _: (c + 1, c), jnp.arange(6.0), max_length=0, compact=compact)
-    assert_close(result.carry, jnp.arange(6.0))
-    assert result.ys.shape == (0, 6)
-    assert result.steps.tolist() == [0] * 6
-    assert result.stopped.tolist() == [False] * 3 + [True] * 3
-
-
 # Where the rows are.
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_leaves_that_all_rows_share(compact):
-    """They change in steps that any row takes; a body that adds rows up is told which ones."""
-
-    def body(carry, x, *, valid):
-        left, total = carry
-        taking = jnp.where(valid, jnp.sqrt(left) * x, 0.0)
-        return (left - 1, total + jnp.sum(taking)), jnp.sum(taking)
-
-    def run(left, xs):
-        ended = while_scan(
-            lambda carry: carry[0] > 0, body, (left, jnp.float32(1)), xs, carry_axes=(0, None), y_axes=None, fill=FILL,
-            compact=compact,
-        )  # fmt: skip
-        return ended.carry[1], ended.ys
-
-    def expected(left, xs):
-        total, ys = jnp.float32(1), []
-        for t in range(LENGTH):
-            now = sum((jnp.sqrt(left[b] - t) * xs[t, b] for b in range(6) if STOPS[b] > t), jnp.float32(0))
-            total, ys = total + now, [*ys, now]
-        return total, jnp.stack(ys)
-
-    def with_gradient(run, left, xs):
-        def loss(left, xs):
-            total, ys = run(left, xs)
-            return total**2 + jnp.sum(ys**2)
-
-        return run(left, xs), jax.grad(loss, (0, 1))(left, xs)
-
-    xs = array(LENGTH, 6, seed=3)
-    want = with_gradient(expected, STOPS, xs)
-    assert_close(jax.jit(functools.partial(with_gradient, run))(STOPS, xs), want)
-    with jax.disable_jit():
-        assert_close(run(STOPS, xs), want[0])
-
-
-def shared_total(stops, compact=False):
-    """Rows that count down, and a total of theirs, whatever a row that has stopped would add to it."""
-    return while_scan(
-        lambda carry: carry[0] > 0, lambda carry, _: ((carry[0] - 1, carry[1] + jnp.max(carry[0])), None),
-        (stops, jnp.float32(1)), max_length=9, carry_axes=(0, None), compact=compact,
-    ).carry  # fmt: skip
-
-
-@pytest.mark.parametrize("compact", [False, True])
-def test_a_shared_leaf_stays_where_an_element_of_vmap_has_ended(compact):
-    """A step is taken while any element goes on: that changes nothing for those that have ended."""
-    stops = jnp.array([[0.0, 0, 0], [2, 1, 2], [5, 0, 3], [9, 1, 0]])
-    got = jax.jit(jax.vmap(functools.partial(shared_total, compact=compact)))(stops)
-    want = [1 + sum(range(1, int(row.max()) + 1)) for row in stops]
-    assert_close(got, (jnp.zeros((4, 3)), jnp.array(want, jnp.float32)))
-    nested = jax.vmap(jax.vmap(shared_total))(stops[None].repeat(2, 0))
-    assert_close(nested[1], jnp.array([want, want], jnp.float32))
-
-
-def test_custom_carries_and_static_leaves():
-    """An average and a key for each row, and a function in the carry; the condition sees them as the body does."""
-
-    def body(carry, x):
-        drawn = jax.vmap(jax.random.uniform)(carry["key"])
-        value = carry["act"](carry["mean"]) + drawn + x
-        return {**carry, "mean": value, "left": carry["left"] - 1}, drawn
-
-    own, xs = jax.random.split(jax.random.key(0), 6), array(LENGTH, 6, seed=3)
-    init = {"mean": ema(jnp.zeros(6), 0.5), "key": keys(own), "act": jnp.sin, "left": STOPS}
-    more = lambda carry: (carry["left"] > 0) & (carry["mean"] < 9)  # noqa: E731
-    carry, ys, *_ = while_scan(more, body, init, xs, compact=True)
-    want, outputs = treescan.mask_scan(body, init, xs, lengths=np.minimum(STOPS, LENGTH).astype(int))
-    assert carry["act"] is jnp.sin
-    assert_close((carry["mean"].read(), carry["key"].key, ys), (want["mean"].read(), want["key"].key, outputs))
-
-
-def test_a_key_for_all_rows():
-    def body(left, x, *, key):
-        return left - 1, jax.random.uniform(key, (6,))
-
-    options = {"key": jax.random.key(0), "reverse": True}
-    _, drawn = treescan.scan(body, STOPS, jnp.zeros(LENGTH), **options)
-    result = while_scan(lambda left: left > 0, body, STOPS, jnp.zeros(LENGTH), x_axes=None, **options)
-    assert_close(result.ys, jnp.where(np.arange(LENGTH)[::-1, None] < result.steps[None], drawn, 0))
 
 
 def test_a_weakly_typed_init():
@@ -320,18 +126,6 @@ def test_what_the_gradient_computes_again_it_does_not_say_again(compact):
     jax.block_until_ready(jax.jit(jax.grad(loss))(LEFT))
     jax.effects_barrier()
     assert rows == ([6] * 8 + [1] * 4 if compact else [8] * 12)
-
-
-def test_a_rule_for_reverse_mode_alone():
-    own = jax.custom_vjp(lambda a: jnp.sin(a))
-    own.defvjp(lambda a: (jnp.sin(a), a), lambda a, t: (t * jnp.cos(a),))
-
-    def loss(sin, h):
-        body = lambda c, _: ((sin(c[0]), c[1] - 1), None)  # noqa: E731
-        return jnp.sum(while_scan(lambda c: c[1] > 0, body, (h, LEFT), max_length=16, compact=True).carry[0])
-
-    got, want = (jax.jit(jax.grad(functools.partial(loss, sin)))(LEFT) for sin in (own, jnp.sin))
-    assert_close(got, want)
 
 
 def test_a_number_of_rows_that_is_symbolic():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import linecache
 import traceback
+import unittest.mock
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import treescan
+from treescan._transforms import in_bulk, products, remat
 
 from .data import Element, element
 from .oracle import Plain, inexact, wide
@@ -85,10 +87,23 @@ def library(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
     return everything
 
 
+@contextlib.contextmanager
+def _sized(program: Program) -> Any:
+    """Within it loops as small as these are rewritten as large ones are, by either plan of `remat="auto"`."""
+    with contextlib.ExitStack() as stack:
+        if program.option("remat") == "'auto'":
+            of_remat = {"LEAST_STEPS": 2, "LARGE": 0 if program.seed % 2 else 2**60}
+            stack.enter_context(unittest.mock.patch.multiple(remat, **of_remat))
+            stack.enter_context(unittest.mock.patch.object(in_bulk, "PAYS", 0))
+        if program.seed % 4 == 1:
+            stack.enter_context(unittest.mock.patch.object(products, "LARGE", 1))
+        yield
+
+
 def check(program: Program) -> int:
     """Raises Failure if the program is not what the plain loop is; else the number of sets compared."""
     loose = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
-    with jax.enable_x64(program.dtype == "float64"), loose[0], loose[1]:
+    with jax.enable_x64(program.dtype == "float64"), loose[0], loose[1], _sized(program):
         names = load(program)
         plain = Plain(program, names)
         everything, values = (library(each, names["run"]) for each in (program, program.replace(mode=("value",))))

@@ -60,11 +60,11 @@ def random_flags(rng: np.random.Generator, program: Program) -> Flags:
     shape = (program.steps, *program.batch)
     steps, resets = program.steps, np.zeros(shape, bool)
     lead = np.arange(steps).reshape(-1, *(1 for _ in program.batch))
-    if program.flags == "while":
-        limit = rng.choice([steps, max(steps - 1, 0), 0, *rng.integers(0, steps + 1, 3)])
-        order = np.arange(steps)[::-1] if program.option("reverse") else np.arange(steps)
-        valid = np.broadcast_to((order < limit).reshape(lead.shape), shape)
-        return Flags(np.array(valid), resets, (np.int32(limit),))
+    if program.verb == "while_scan":
+        batch = program.batch if program.by_rows else ()
+        limit = np.asarray(rng.choice([steps, max(steps - 1, 0), 0, *rng.integers(0, steps + 1, 3)], batch), np.int32)
+        order = lead[::-1] if program.option("reverse") else lead
+        return Flags(np.array(np.broadcast_to(order < limit, shape)), resets, (limit,))
     if "resets" in program.flags:
         resets = rng.random(shape) < rng.choice([0.15, 0.4])
     if "lengths" in program.flags:
@@ -106,7 +106,7 @@ def element(rng: np.random.Generator, program: Program, shared: Element | None =
     for i, leaf in enumerate(program.carry):
         array = random_array(rng, program, leaf.type, full_shape(program, leaf))
         if program.verb == "while_scan" and i == len(program.carry) - 1:
-            array = np.zeros((), np.int32)
+            array = -flags.given[0] if program.by_rows else np.zeros((), np.int32)
         own = leaf.mapped or shared is None
         if leaf.type.rows and not leaf.custom and program.verb == "mask_scan" and leaf.mapped:
             array = _spoil(rng, program, leaf.type, array, _expand(~some, leaf.axis or 0, array.ndim, n))

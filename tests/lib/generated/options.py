@@ -9,7 +9,7 @@ from .operations import OPERATIONS, binary, scalar_add
 from .products import PRODUCTS, sum_of_products, to_scalar, vector_weights
 from .programs import Builder, Draw, Leaf, NotPossible, Program, Type, Value, chance, choice
 
-VERBS = ["mask_scan"] * 13 + ["while_scan"] * 2
+VERBS = ["mask_scan"] * 13 + ["while_scan"] * 4
 VERBS += ["scan", "fold", "accumulate", "fori", "scan_layers", "fold_layers"]
 WITHOUT_YS = ("fold", "accumulate", "fori", "fold_layers")
 REMAT = [
@@ -36,8 +36,9 @@ def draw_program(draw: Draw) -> Program:
     g = Builder(draw, batch, sizes, forward=mode == ("value",))
     outer = choice(draw, [0, 0, 0, 2, 0, 2, 3])
     carry = [_carry_leaf(draw, i, batch, sizes, dtype, verb) for i in range(choice(draw, [1, 1, 2, 3]))]
+    rows = verb == "while_scan" and batch != () and chance(draw, 60)
     if verb == "while_scan":
-        carry.append(Leaf(Value(f"h{len(carry)}", Type(False, (), "i")), None))
+        carry.append(Leaf(Value(f"h{len(carry)}", Type(rows, (), "i")), 0 if rows else None))
     xs = [_x_leaf(draw, i, batch, sizes, dtype, verb) for i in range(choice(draw, [1, 0, 1, 2, 2, 3]))]
     if verb == "fori":
         xs = [Leaf(Value("x0", Type(False, (), "i")), None, mapped=False)]
@@ -45,7 +46,7 @@ def draw_program(draw: Draw) -> Program:
     if verb in ("scan_layers", "fold_layers"):
         xs = xs or [_x_leaf(draw, 0, batch, sizes, dtype, verb)]
     keyed = verb in ("mask_scan", "scan", "while_scan") and chance(draw, 8)
-    valid = verb == "mask_scan" and chance(draw, 10)
+    valid = (verb == "mask_scan" or rows) and chance(draw, 10)
     _fill_pool(g, carry, xs, weights, keyed, valid)
     _add_instructions(g, choice(draw, [4, 2, 3, 4, 5, 6, 7, 8, 9, 11]))
     nxt = tuple(_next(g, leaf) for leaf in carry)
@@ -56,9 +57,10 @@ def draw_program(draw: Draw) -> Program:
         tuple(g.body), nxt, ys, verb, mode=mode, outer=outer, keyed=keyed, valid=valid,
         context=choice(draw, ["jit"] * 27 + ["eager"] * 2 + ["disable_jit"]),
         padding=choice(draw, ["nan", "zero", "inf", "random", "minus one"]), seed=draw.integer(0, 999),
+        flags="while rows" if rows else "while" if verb == "while_scan" else "none",
     )  # fmt: skip
     text = " ".join(instruction.text for instruction in program.body)
-    if "vjp" in text:  # JAX has no forward mode for these
+    if "vjp" in text or any(leaf.custom in ("clip", "stop") for leaf in carry):  # JAX has no forward mode for these
         program = _without_modes(program, "jvp", "hvp")
     if "stop_gradient" in text or "halved" in text:  # as for `truncate`
         program = _without_modes(program, "hvp")
@@ -98,8 +100,8 @@ def _carry_leaf(draw: Draw, i: int, batch: Any, sizes: Any, dtype: str, verb: st
         return Leaf(Value(name, Type(False, shape, _kind(draw, dtype))), None)
     if which == "fixed":
         return Leaf(Value(name, Type(False, tuple(choice(draw, sizes) for _ in range(2)))), None, fixed=True)
-    if which == "custom" and verb in ("mask_scan", "scan"):
-        return Leaf(Value(name, Type(True, shape)), 0, choice(draw, ["ema", "sum_", "window", "cast"]))
+    if which == "custom" and verb in ("mask_scan", "scan", "while_scan"):
+        return Leaf(Value(name, Type(True, shape)), 0, choice(draw, ["ema", "sum_", "window", "cast", "clip", "stop"]))
     axis = draw.integer(1, len(shape)) if shape and verb == "mask_scan" and chance(draw, 10) else 0
     return Leaf(Value(name, Type(True, shape, _kind(draw, dtype))), axis, mapped=not chance(draw, 25))
 
@@ -227,7 +229,7 @@ def _with_options(draw: Draw, program: Program) -> Program:
         options["reverse"] = "True"
     if verb not in ("fold_layers",) and chance(draw, 10):
         options["unroll"] = choice(draw, ["2", "3", "True"])
-    if verb != "fori" and chance(draw, 15):
+    if chance(draw, 15):
         options["remat"] = choice(draw, REMAT + ["'auto'"] * (verb in TAKES_AUTO))
     custom = any(leaf.custom for leaf in program.carry)
     if verb in ("scan", "fold", "accumulate", "mask_scan") and not custom and chance(draw, 10):
@@ -238,7 +240,8 @@ def _with_options(draw: Draw, program: Program) -> Program:
     if program.ys:
         save = ("all",) * len(program.ys)
         if verb in ("scan", "while_scan", "mask_scan", "scan_layers") and chance(draw, 18):
-            save = tuple(choice(draw, ["all", "last", 2, None, 1, 3]) for _ in program.ys)
+            at = [range(draw.integer(0, steps - 1), steps, draw.integer(1, 3))] * 2 if steps else []
+            save = tuple(choice(draw, ["all", "last", 2, None, 1, 3, *at]) for _ in program.ys)
         fill = (0,) * len(program.ys)
         if verb in ("mask_scan", "while_scan") and chance(draw, 30):
             several = chance(draw, 50)
@@ -246,11 +249,21 @@ def _with_options(draw: Draw, program: Program) -> Program:
             fill = tuple(_fill(draw, verb, (leaf,)) if several else one for leaf in program.ys)
     ys = tuple(leaf if keep == "all" else leaf.__class__(**{**vars(leaf), "time": 0})
                for leaf, keep in zip(program.ys, save, strict=True))  # fmt: skip
-    flags = "none"
-    if verb == "while_scan":
-        flags = "while"
+    flags, reset_to = program.flags, False
+    if "layers" in verb and chance(draw, 50):
+        program = program.replace(period=choice(draw, [2, 3]))
+        ys = tuple(leaf.__class__(**{**vars(leaf), "time": 0}) for leaf in ys)
+        save = ("all",) * len(ys)
+        if chance(draw, 30):
+            options["remat"] = choice(draw, ["('step', None, 'step')", "(None, None, 'step')"]) + f"[:{program.period}]"
+    plain_rows = all(leaf.axis == 0 and not leaf.whole for leaf in (*program.carry, *program.xs))
+    if verb == "fold" and program.batch and not custom and plain_rows and chance(draw, 80):
+        flags = "lengths"
+    if flags == "while rows" and not program.keyed and chance(draw, 30):
+        options["compact"] = choice(draw, ["True", "(1,)", "(1, 2)", "(2, 3)"])
     if verb == "mask_scan":
         flags = choice(draw, ["lengths"] * 3 + ["mask", "mask", "resets", "lengths+resets", "mask+resets"])
+        reset_to = "resets" in flags and not custom and chance(draw, 40)
         chunk = choice(draw, [None, 2, 1, 3, 4, None, 8, 0, max(steps, 1), program.weights[0].type.shape[:1] or (2,)])
         chunk = chunk[0] if isinstance(chunk, tuple) else chunk
         if chunk is not None:
@@ -264,7 +277,7 @@ def _with_options(draw: Draw, program: Program) -> Program:
                        for y, keep in zip(ys, save, strict=True))  # fmt: skip
     if flags == "none" and not any(leaf.mapped for leaf in (*program.carry, *program.xs, *program.weights)):
         program = program.replace(outer=0)
-    return program.replace(options=tuple(options.items()), save=save, fill=fill, ys=ys, flags=flags)
+    return program.replace(options=tuple(options.items()), save=save, fill=fill, ys=ys, flags=flags, reset_to=reset_to)
 
 
 def _rank(leaf: Leaf, program: Program) -> int:

@@ -129,6 +129,7 @@ class Plain:
         program, (valid, resets, _) = self.program, element.flags
         rows, init = self.rows, self.leaves(element)
         state = [np.array(leaf) for leaf in init]
+        starts = [np.asarray(leaf * self.of_init(leaf)).astype(leaf.dtype) for leaf in init]
         ys: dict[Any, list[np.ndarray]] = {}
         records, before = [], dict.fromkeys(rows)
         any_valid = valid.any(axis=tuple(range(1, valid.ndim)))
@@ -142,10 +143,10 @@ class Plain:
                     continue
                 last = before[row]
                 flag = t if not program.option("reverse") else last
-                reset = last is not None and bool(resets[(flag, *row)])
+                reset = flag is not None and bool(resets[(flag, *row)])
                 cut = last is not None and stretches[(last, *row)] != stretches[(t, *row)]
                 carry = []
-                for leaf, new, place in zip(init, shared, self.carry, strict=True):
+                for leaf, new, place in zip(starts, shared, self.carry, strict=True):
                     source = leaf if reset and place.axis is not None else new
                     carry.append(source[place.index(row)])
                 x = [(np.asarray(a) if leaf.whole else np.asarray(a)[t])[place.index(row)]
@@ -161,6 +162,10 @@ class Plain:
                 before[row], first = t, False
             before_all = before_all if first else t
         return state, ys, records
+
+    def of_init(self, leaf: Any) -> float:
+        """How much of a leaf of `init` a segment begins from."""
+        return 0.5 if self.program.reset_to and inexact(leaf) else 1
 
     def _stretches(self, valid: np.ndarray, resets: np.ndarray) -> np.ndarray:
         """The stretch of `truncate` in which each step lies, by the valid steps of its segment that are before it."""
@@ -180,8 +185,10 @@ class Plain:
         for t in self.order():  # the last valid step so far, or -1
             last = np.where(seen[t], t, last)
             source[t] = last
-        every = 1 if keep == "all" else keep
-        positions = [None] if keep == "last" else range(every - 1, program.steps, every)
+        keep = 1 if keep == "all" else keep
+        positions = [None] if keep == "last" else keep
+        if not isinstance(keep, str | range):
+            positions = range(program.steps)[keep - 1 :: keep]
         found = []
         for (at, t), row in itertools.product(enumerate(positions), self.rows[:1] if shared else self.rows):
             step = int(last[row] if t is None else source[(t, *row)])
@@ -251,7 +258,7 @@ class Plain:
                     if place.axis is None:
                         shared[i] += g
                     elif record.reset:
-                        to_init[i][place.index(row)] += g
+                        to_init[i][place.index(row)] += self.of_init(init[i]) * g
                         to_state[i][place.index(row)] = 0
                     else:
                         to_state[i][place.index(row)] = 0 if record.cut and not self.fixed[i] else g

@@ -132,6 +132,10 @@ class Program(Brief):
     Attributes:
         nxt: the names that become the carry, one for each leaf of `carry`.
         ys: the outputs; the value is that in the body.
+        flags: what says which steps are valid: arguments of the verb, joined with "+", or the condition of a
+            `while_scan`, "while", and "while rows" if each row has its own.
+        reset_to: whether segments begin from half of `init`.
+        period: how many blocks take turns in the verbs over layers.
     """
 
     batch: tuple[int, ...]
@@ -155,6 +159,13 @@ class Program(Brief):
     keyed: bool = False
     valid: bool = False
     seed: int = 0
+    reset_to: bool = False
+    period: int = 1
+
+    @property
+    def by_rows(self) -> bool:
+        """Whether each row has steps of its own."""
+        return self.verb == "mask_scan" or self.flags == "while rows"
 
     def option(self, name: str, default: Any = None) -> Any:
         return {"chunk": None, **dict(self.options)}.get(name, default)

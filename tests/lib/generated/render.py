@@ -10,7 +10,7 @@ PRELUDE = """\
 import jax
 import jax.numpy as jnp
 import treescan
-from treescan.carries import cast, ema, sum_, window
+from treescan.carries import cast, clip_gradient, ema, stop_gradient, sum_, window
 
 dtype = jnp.{dtype}
 optimization_barrier = jax.lax.optimization_barrier
@@ -38,6 +38,13 @@ def halved(a):
     step = lambda s: (jnp.where(jnp.abs(s[0]) > 1, s[0] / 2, s[0]), s[1] + 1)
     a, steps = jax.lax.while_loop(going, step, (jax.lax.stop_gradient(a), 0))
     return jnp.where(steps < 5000, a, jnp.nan)
+
+
+def in_turns(steps, parts):
+    whole = jnp.zeros((steps, *parts[0].shape[1:]), parts[0].dtype)
+    for i, part in enumerate(parts):
+        whole = whole.at[i :: len(parts)].set(part)
+    return whole
 
 
 SEEN = []
@@ -78,6 +85,8 @@ CUSTOM = {
     "sum_": "sum_({}, shared=False)",
     "window": "window({})",
     "cast": "cast({})",
+    "clip": "clip_gradient({}, 0.3)",
+    "stop": "stop_gradient({})",
 }
 
 
@@ -131,7 +140,7 @@ def call_options(program: Program) -> list[str]:
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]
     if any(time != int(first) for time in given):
         options["out_axes"] = _prefix(given)
-    if verb == "mask_scan":
+    if program.by_rows or program.flags == "lengths":
         if any(leaf.axis != 0 for leaf in program.carry):
             options["carry_axes"] = _prefix([leaf.axis for leaf in program.carry])
         if any(leaf.axis != 0 or leaf.whole for leaf in program.xs):
@@ -139,9 +148,13 @@ def call_options(program: Program) -> list[str]:
         if any(leaf.axis != 0 for leaf in program.ys):
             options["y_axes"] = _prefix([leaf.axis for leaf in program.ys])
         flags = program.flags.split("+")
-        for i, name in enumerate(flags):
+        for i, name in enumerate([] if verb == "while_scan" else flags):
             text = f"flags[{i}]"
             options[name] = f"jnp.moveaxis({text}, 0, 1)" if first and name != "lengths" else text
+    if program.reset_to:
+        half = [f"c[{i}]" + (" / 2" if leaf.type.rows and leaf.type.kind in "fc" else "")
+                for i, leaf in enumerate(program.carry)]  # fmt: skip
+        options["reset_to"] = f"lambda c: {tuple_of(half)}"
     if any(keep != "all" for keep in program.save):
         options["save"] = _prefix(list(program.save))
     if any(fill != 0 for fill in program.fill):
@@ -156,18 +169,33 @@ def call_options(program: Program) -> list[str]:
     return [f"{name}={value}" for name, value in options.items()]
 
 
+def _blocks(program: Program, block: str) -> str:
+    if program.period == 1:
+        return block
+    return f"[{block}] * {program.period}" if program.seed % 2 else f"[{', '.join([block] * program.period)}]"
+
+
+def _turns(program: Program, layers: str) -> str:
+    """The stacks of the blocks of a pattern, of which the last ones may be a layer shorter, or empty."""
+    places = range(program.period)
+    return (
+        f"[jax.tree.map(lambda x: x[i::{program.period}], {layers}) for i in {list(places)}]" if places[1:] else layers
+    )
+
+
 def run_lines(program: Program) -> list[str]:
     init = tuple_of(CUSTOM.get(leaf.custom, "{}").format(f"init[{i}]") for i, leaf in enumerate(program.carry))
     xs = tuple_of(f"jnp.moveaxis(xs[{i}], 0, {x.time})" if x.time else f"xs[{i}]" for i, x in enumerate(program.xs))
     verb, rest = program.verb, ", ".join(["", *call_options(program)])
     layers = "{" + ", ".join(f"'{x.name}': xs[{i}]" for i, x in enumerate(program.xs)) + "}"
+    block = "lambda layer, c: body(c, tuple(layer.values()))"
     calls = {
         "fold": f"treescan.fold(lambda c, x: body(c, x)[0], {init}, {xs}{rest})",
         "accumulate": f"treescan.accumulate(lambda c, x: body(c, x)[0], {init}, {xs}{rest})",
         "fori": f"treescan.fori(0, {program.steps}, lambda i, c: body(c, (i,))[0], {init}{rest})",
-        "scan_layers": f"treescan.scan_layers(lambda layer, c: body(c, tuple(layer.values())), {init}, {layers}{rest})",
-        "fold_layers": f"treescan.fold_layers(lambda layer, c: body(c, tuple(layer.values()))[0], {init}, {layers}{rest})",
-        "while_scan": f"treescan.while_scan(lambda c: c[-1] < flags[0], body, {init}, {xs}{rest})[:2]",
+        "scan_layers": f"treescan.scan_layers({_blocks(program, block)}, {init}, {_turns(program, layers)}{rest})",
+        "fold_layers": f"treescan.fold_layers({_blocks(program, f'{block}[0]')}, {init}, {_turns(program, layers)}{rest})",
+        "while_scan": f"treescan.while_scan(lambda c: c[-1] < {'0' if program.by_rows else 'flags[0]'}, body, {init}, {xs}{rest})[:2]",
     }
     call = calls.get(verb, f"treescan.{verb}(body, {init}, {xs}{rest})")
     lines = ["def run(init, xs, ws, flags):", "    body = make_body(*ws)"]
@@ -178,7 +206,10 @@ def run_lines(program: Program) -> list[str]:
     else:
         kept = [f"jnp.moveaxis(ys[{i}], {y.time}, 0)" if y.time else f"ys[{i}]"
                 for i, (y, keep) in enumerate(zip(program.ys, program.save, strict=True)) if keep is not None]  # fmt: skip
-        lines += [f"    final, ys = {call}", f"    return jax.tree.leaves(final), [{', '.join(kept)}]"]
+        lines += [f"    final, ys = {call}"]
+        if program.period > 1:
+            lines += [f"    ys = tuple(in_turns({program.steps}, parts) for parts in zip(*ys, strict=True))"]
+        lines += [f"    return jax.tree.leaves(final), [{', '.join(kept)}]"]
     return lines
 
 

@@ -56,7 +56,7 @@ def candidates(program: Program) -> Iterator[Program]:
         yield program.replace(options=tuple(item for item in program.options if item[0] != name))
     simple = {"save": ("all",) * len(program.save), "fill": (0,) * len(program.fill), "outer": 0, "context": "jit"}
     simple |= {"padding": "zero", "dtype": "float64"}
-    if program.flags not in ("none", "while"):
+    if program.flags != "none" and program.verb != "while_scan":
         simple["flags"] = "lengths"
     for name, value in simple.items():
         if getattr(program, name) != value:
