@@ -11,6 +11,7 @@ from oracle import assert_close
 from thin import everyday
 
 import treescan
+from treescan.options import Option, Slot
 
 T, B, D, MOST = 24, 4, 8, 0.01
 RNG = np.random.default_rng(0)
@@ -100,3 +101,66 @@ def test_around_the_mask_it_sees_padded_rows(options):
 def treescan_saved(kept, body, h, xs):
     h, ys = by_hand(body, h, xs)
     return h, ys[3::4] if kept else ys
+
+
+class Failing(Option):
+    """An option with a fault of its own."""
+
+    def __call__(self, step, consts, state, feed):
+        return step(consts, state + self.missing, feed)
+
+
+class Louder(Option):
+    """Feeds each step a factor, and returns the norm of the carry beside y."""
+
+    LOUDNESS = Slot("loudness", rows=False)
+
+    def __call__(self, step, consts, state, feed):
+        state, y = step(consts, state, feed._replace(x=feed.x * self.LOUDNESS.of(feed)))
+        return state, (y, jnp.linalg.norm(state, axis=-1))
+
+    def feeds(self, length):
+        return {self.LOUDNESS: jnp.arange(1.0, length + 1)}
+
+
+def test_what_an_option_raises_names_its_package_and_what_the_body_raises_does_not():
+    with pytest.raises(AttributeError) as caught:
+        treescan.scan(lambda h, x: (h, x), H0, XS, options=[Failing()])
+    assert caught.value.__notes__[0] == "The option `Failing` of `test_strangers` raised this."
+    with pytest.raises(ZeroDivisionError) as caught:
+        treescan.scan(lambda h, x: (h, 1 // 0), H0, XS, options=[Clip(1.0)])
+    assert not any("option" in note for note in caught.value.__notes__)
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"compact": True}, {"chunk": 4, "remat": "step"}], ids=str)
+def test_an_option_feeds_steps_and_returns_more(options):
+    body, factors = cell(W, clip=False), jnp.arange(1.0, T + 1)[:, None, None]
+
+    def by_hand(h, x):
+        h, y = body(h, x)
+        return h, (y, jnp.linalg.norm(h, axis=-1))
+
+    expected = mask_scan(by_hand, H0, XS * factors, **options)
+    assert_close(mask_scan(body, H0, XS, options=[Louder()], **options), expected)
+    for verb, kept in ((treescan.scan, slice(0, 2)), (while_scan, slice(0, 2))):
+        plain = {name: value for name, value in options.items() if name in ("reverse", "remat")}
+        got = verb(body, H0, XS, options=[Louder()], **plain)
+        assert_close(got, verb(by_hand, H0, XS * factors, **plain)[kept])
+
+
+def test_the_first_option_is_the_innermost_and_a_program_is_compiled_once():
+    traces = []
+
+    def body(h, x):
+        traces.append(x)
+        return 2.0 * h + x, h
+
+    def run(*options):
+        return jax.grad(lambda h: treescan.fold(lambda h, x: body(h, x)[0], h, jnp.ones(3), options=options))(1.0)
+
+    assert (run(), run(Clip(1.5)), run(Clip(8.0), Clip(3.0)), run(Clip(3.0), Clip(8.0))) == (8.0, 1.5, 3.0, 3.0)
+    for _ in range(2):
+        treescan.scan(body, 1.0, jnp.ones(3), options=[Clip(1.0)])
+        before = len(traces)
+    treescan.scan(body, 1.0, jnp.ones(3), options=[Clip(1.0)])
+    assert len(traces) == before

@@ -28,7 +28,7 @@ def of_strangers(options: Any) -> list[Transform]:
     if isinstance(options, Option) or not isinstance(options, Sequence):
         cure = "Write it in brackets: `options=[option]`." if isinstance(options, Option) else _KINDS
         raise TypeMisuse(f"{{call}}: `options` must be a list of options, got {describe_argument(options)}.", cure)
-    transforms, names = list[Transform](), list[str]()
+    transforms = list[Transform]()
     for place, option in enumerate(options):
         name = f"options[{place}]"
         if not isinstance(option, Option):
@@ -50,7 +50,6 @@ def of_strangers(options: Any) -> list[Transform]:
                 cause=error,
             ) from None
         transforms += _OF[option.around](option)
-        names.append(name)
     return transforms
 
 

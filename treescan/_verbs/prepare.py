@@ -185,7 +185,8 @@ class Prepared:
                     result = program(self.given)
             except Exception as error:
                 self._note_numbers(error)
-                _refuse_exchanged(self.call, self.given, error)
+                if not self.options:
+                    _refuse_exchanged(self.call, self.given, error)
                 raise
         if any(getattr(each, "returned", False) for each in program.transforms):
             from .._transforms.finite.check import FiniteReport
