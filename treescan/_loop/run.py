@@ -8,7 +8,8 @@ import dataclasses
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Generator
+import operator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,9 +38,7 @@ class _Lowered:
     __signature__: inspect.Signature
     mesh: Any
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.body.function
+    __wrapped__ = property(operator.attrgetter("body.function"))
 
     def __call__(self, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         with in_step():

@@ -79,7 +79,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
     saved = set[Any]()
     for equation in jaxpr.eqns:
         name, given = equation.primitive.name, [var for var in variables_of(equation.invars) if var in found]
-        inner = list(jaxprs_within(equation))
+        inner = jaxprs_within(equation)
         if inner and given:
             flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
             whole = [flags if len(flags) == len(each.invars) else [True] * len(each.invars) for each in inner]

@@ -13,6 +13,7 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
+import operator
 import itertools
 import os
 from collections.abc import Callable, Generator, Hashable, Sequence
@@ -486,7 +487,7 @@ def one_step(xs: Feed) -> Feed:
     def entry(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf))
 
-    if not any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(xs)):
+    if not [leaf for leaf in jax.tree.leaves(xs) if is_sharded(leaf) or varying_axes(jax.typeof(leaf))]:
         return jax.tree.map(entry, xs)  # a trace of the indexing would say the same, and takes longer
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
 
@@ -499,9 +500,7 @@ class _Flat:
     step: Step
     __signature__: inspect.Signature
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.body.function
+    __wrapped__ = property(operator.attrgetter("body.function"))
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[list[Any], PyTree]:
         state, y = self.step(consts, state, feed)
@@ -529,7 +528,7 @@ def array_of(value: Any, aval: Any) -> Any:
 
 
 def _shapes(leaves: Sequence[Any]) -> Shapes:
-    return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
+    return tuple([tuple(leaf.shape) if hasattr(leaf, "shape") else jax.typeof(leaf).shape for leaf in leaves])
 
 
 def is_smooth(leaf: Any) -> bool:

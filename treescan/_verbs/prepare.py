@@ -184,7 +184,7 @@ class Prepared:
                 self._note_numbers(error)
                 _refuse_exchanged(self.call, self.given, error)
                 raise
-        if any(getattr(each, "returned", False) for each in program.transforms):
+        if [each for each in program.transforms if getattr(each, "returned", False)]:
             from .._transforms.finite.check import FiniteReport
 
             result = Result(*result)
@@ -242,7 +242,7 @@ def recomputing(remat: Any) -> Transform | None:
 
 
 def _has_positions(save: Save) -> bool:
-    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+    return not isinstance(save, str) and any(map(is_positions, Prefix.of(save).leaves))
 
 
 def recording(save: Any) -> Transform | None:

@@ -124,9 +124,9 @@ def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch:
 
 def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
     """One axis a leaf, counted from 0, of axes that are spread already; the batch shape must be there."""
-    rows, spread, scalars = [], [], True
+    bad, spread, scalars = list[tuple[int, int | None]](), [], True
     found: set[tuple[int, ...]] = set()
-    for (path, leaf), axis in zip(leaves_with_path(root, tree), axes, strict=True):
+    for place, (leaf, axis) in enumerate(zip(jax.tree.leaves(tree), axes, strict=True)):
         shape = shape_of(leaf) or ()
         start = axis if axis is None or axis >= 0 else axis + len(shape)
         spread.append(start)
@@ -135,8 +135,11 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
             found.add(shape[start : start + len(batch)])
         if not stands:
             scalars = scalars and not shape
-            rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
-    if rows:
+            bad.append((place, axis))
+    if bad:
+        named = leaves_with_path(root, tree)
+        about = [(*named[place], axis) for place, axis in bad]
+        rows = [Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), "") for path, leaf, axis in about]
         other = _other_batch(option, root, found - {batch}) or (_each(option, batch) if scalars else "")
         raise Misuse(
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",

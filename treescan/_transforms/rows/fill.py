@@ -163,8 +163,8 @@ def fill_leaves(fill: Prefix, tree: PyTree) -> list[Array]:
     Raises:
         Fault: for an `ArgumentError` if the prefix does not fit or a fill cannot be represented in a leaf's dtype.
     """
-    named = leaves_with_path("y", tree)
-    return [_cast(value, leaf, path) for value, (path, leaf) in zip(_spread(fill, tree), named, strict=True)]
+    pairs = zip(_spread(fill, tree), jax.tree.leaves(tree), strict=True)
+    return [_cast(value, leaf, tree, place) for place, (value, leaf) in enumerate(pairs)]
 
 
 def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
@@ -172,11 +172,12 @@ def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
     return spread_prefix("`fill`", fill.tree, tree, "y", cure)
 
 
-def _cast(value: Any, leaf: Any, path: str) -> Array:
+def _cast(value: Any, leaf: Any, tree: PyTree, place: int) -> Array:
     dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).dtype
     if is_key(leaf) or isinstance(value, str):
         return jax.lax.full((), 0, dtype)
     if not holds(dtype, value):
+        path, _ = leaves_with_path("y", tree)[place]
         raise Misuse(
             f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
             "Give a `fill` that fits, or one for each leaf of y.",
