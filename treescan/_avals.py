@@ -137,7 +137,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
     """Makes a value vary over further manual mesh axes."""
-    missing = tuple(sorted(axes - varying_axes(jax.typeof(leaf))))
+    missing = tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) if axes else ()
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
@@ -335,7 +335,7 @@ def clamped(value: Array, most: int = 2**31 - 1) -> Array:
 
 def elements(aval: Any) -> int:
     """How many elements a value of this type has; a size that is a symbol counts as 1."""
-    return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))
+    return math.prod([size for size in getattr(aval, "shape", ()) if isinstance(size, int)])
 
 
 def bytes_of(aval: Any) -> int:

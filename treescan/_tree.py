@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import types
@@ -112,8 +113,6 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
     Raises:
         PrefixMismatch: if `prefix` is not a tree prefix of `tree`, whose root is called `root`.
     """
-    if prefix is None or jtu.all_leaves([prefix]):  # one value for all leaves, as most prefixes are
-        return [prefix] * len(jax.tree.leaves(tree))
     values: list[Any] = []
 
     def spread(value: Any, subtree: PyTree) -> None:
@@ -159,7 +158,7 @@ class Prefix:
         leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
         return cls(tuple(leaves), structure)
 
-    @property
+    @functools.cached_property
     def tree(self) -> PyTree:
         """The prefix tree."""
         return jax.tree.unflatten(self.structure, self.leaves)

@@ -349,9 +349,8 @@ def under_a_trace() -> bool:
     return isinstance(jax.lax.stop_gradient(0.0), Tracer)
 
 
-def is_jit_disabled() -> bool:
-    """Whether the user asked, with `jax.disable_jit`, to see every step run."""
-    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009, an attribute that checkers do not see
+is_jit_disabled: Callable[[], bool] = functools.partial(getattr, jax.config, "jax_disable_jit")
+"""Whether the user asked, with `jax.disable_jit`, to see every step run."""
 
 
 def is_untraced(loop: Loop) -> bool:

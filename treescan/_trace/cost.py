@@ -89,7 +89,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
             saved.update(equation.outvars)
         elif name in _PRODUCTS:
             saved.update(given if len(given) > 1 or name in PRODUCTS else [])
-    return total + sum(bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact))
+    return total + sum([bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact)])
 
 
 def _times(equation: Any) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ def equations_within(jaxpr: Any) -> list[Any]:
 
 def holds(jaxpr: Any, names: frozenset[str]) -> bool:
     """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
-    return not names.isdisjoint([equation.primitive.name for equation in equations_within(jaxpr)])
+    return not names.isdisjoint(map(operator.attrgetter("primitive.name"), equations_within(jaxpr)))
 
 
 def reshards(jaxpr: Any) -> bool:

@@ -13,8 +13,8 @@ import contextlib
 import contextvars
 import dataclasses
 import inspect
-import operator
 import itertools
+import operator
 import os
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
@@ -261,7 +261,7 @@ class Hoisted(NamedTuple):
         """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
         step, same = self._step()
         fed = len(self.jaxpr.invars) - same - len(step.fixed)  # an option may have added to the state since
-        return [*[False] * same, *(not fixed for fixed in step.fixed), *[True] * fed]
+        return [*[False] * same, *map(operator.not_, step.fixed), *[True] * fed]
 
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
@@ -421,7 +421,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
     unchanged, inner = hoisted.loop.consts
     consts = (unchanged, (closed, inner))
     first = next(iter(traced.jaxprs.values()))
-    avals = (aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed)
+    avals = [aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed]
     state = [  # a branch that does nothing returns what the step does: no weak type where that returns none
         leaf if aval.weak_type or not is_weak(leaf) else jax.lax.convert_element_type(leaf, aval.dtype)
         for leaf, aval in zip(hoisted.loop.state, avals, strict=True)
@@ -517,7 +517,8 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     """Which leaves of the state, which follow `first` others, come back in their own place and change nowhere else."""
     given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
     pairs = zip(given, returned, changing, strict=True)
-    return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
+    may = is_rewriting()
+    return tuple([may and a is b and not other for a, b, other in pairs])
 
 
 def array_of(value: Any, aval: Any) -> Any:

@@ -170,6 +170,8 @@ def spread_prefix(
         whole: what messages call the tree, if not as its root.
         error: the public exception.
     """
+    if prefix is None or jtu.all_leaves([prefix]):  # one value for all leaves, as most prefixes are
+        return [prefix] * len(jax.tree.leaves(tree))
     try:
         return broadcast_prefix(prefix, tree, root)
     except PrefixMismatch as off:
@@ -179,7 +181,8 @@ def spread_prefix(
 def static_axes(option: str, axes: Axes, *, none: bool = False) -> Prefix:
     """A prefix tree of axes as a static value. Whether it fits a tree is checked where it is used."""
     prefix = Prefix.of(axes)
-    _check_ints(option, prefix.leaves, none=none)
+    if type(axes) is not int:
+        _check_ints(option, prefix.leaves, none=none)
     return prefix
 
 

@@ -336,14 +336,12 @@ def prepare(
         lowering=lowering,
         **check_run(steps, reverse, unroll, name),
     )
-    given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
+    given = Arguments(frozen_init, frozen_xs, key, offset=None if offset is None else first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive)
 
 
 def first_position(offset: Any, steps: int) -> Any:
-    """The position of the first step, checked; None: it is 0."""
-    if offset is None:
-        return None
+    """The position of the first step, checked."""
     from .._transforms.offset import check_offset
 
     return check_offset(offset, steps)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, shape_of
+from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node
 from ..._body.carry import call_hook
 from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
 from ..._loop.loop import Loop
@@ -127,7 +127,7 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
     bad, spread, scalars = list[tuple[int, int | None]](), [], True
     found: set[tuple[int, ...]] = set()
     for place, (leaf, axis) in enumerate(zip(jax.tree.leaves(tree), axes, strict=True)):
-        shape = shape_of(leaf) or ()
+        shape = getattr(leaf, "shape", ())
         start = axis if axis is None or axis >= 0 else axis + len(shape)
         spread.append(start)
         stands = start is None or (0 <= start <= len(shape) - len(batch) and shape[start : start + len(batch)] == batch)
@@ -195,7 +195,7 @@ def rows_of_x(
         prefix = Prefix.of(jax.tree.unflatten(structure, [None if a is None else prefix.tree for a in axes]))
     starts = spread_batch_axes("x_axes", prefix, jax.tree.unflatten(structure, step), root, batch)
     pairs = list(zip(starts, axes, strict=True))
-    return tuple(s for s, axis in pairs if axis is not None), tuple(s for s, axis in pairs if axis is None)
+    return tuple([s for s, axis in pairs if axis is not None]), tuple([s for s, axis in pairs if axis is None])
 
 
 def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:

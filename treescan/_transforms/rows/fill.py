@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -285,9 +286,9 @@ class KeepRows(Transform):
             none = (False,) * len(keeps)
             left = _of(loop.rows.axes.y, [keep is not None for keep in keeps])
             return with_axes(loop, y=tuple(left)), keeps, RowOutputs(Idle(Prefix.of([])), none)
-        held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
+        held = tuple([k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True)])
         loop = hold(loop, held, start, loop.trace.y_avals)
-        stacked = tuple(None if keep == LAST else keep for keep in keeps)
+        stacked = tuple([None if keep == LAST else keep for keep in keeps])
         left = [keep is not None for keep in stacked]
         numbers = iter(range(sum(held)))
         slots = _of([next(numbers) if on else None for on in held], left)
@@ -336,4 +337,4 @@ def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Se
 
 
 def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    return [value for value, flag in zip(values, flags, strict=True) if flag]
+    return list(itertools.compress(values, flags))
