@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -68,7 +67,8 @@ def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: 
 def check_reverse(reverse: Any) -> bool:
     """A bool, Python's or NumPy's."""
     known = "The direction must be known when tracing: pass a Python bool, for example `bool(...)` of a concrete value."
-    expect(isinstance(reverse, bool | np.bool_), "reverse", "True or False", reverse, known)
+    if not isinstance(reverse, bool | np.bool_):
+        expect(False, "reverse", "True or False", reverse, known)
     return bool(reverse)
 
 
@@ -77,7 +77,7 @@ def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, An
     checked = {"length": length, "reverse": check_reverse(reverse)}
     if isinstance(unroll, bool | np.bool_):
         unroll = max(length, 1) if unroll else 1  # an int, as True and 1 compare as equal
-    else:
+    elif type(unroll) is not int or unroll < 0:
         unroll = expect_int(
             unroll,
             "unroll",
@@ -88,8 +88,9 @@ def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, An
             small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
             error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
         )
-    profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
-    expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
+    if not (name is None or isinstance(name, str)):
+        profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
+        expect(False, "name", "a string", name, profilers)
     return {**checked, "unroll": unroll, "name": name}
 
 
@@ -164,7 +165,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
                 "Pass `length=` for a loop without inputs, or {arrays_as_xs} whose first axis is the steps.",
             )
         length = sizes[0]
-    if any(size != length for size in sizes):
+    if [size for size in sizes if size != length]:
         raise _sizes_differ(xs, length, axes)
     assert length is not None
     return length
@@ -333,8 +334,9 @@ def check_keywords(
         takes: the body's positional parameters in this call, where they are not always the same.
     """
     takes = takes or convention.takes
-    _check_positional(body, convention, takes)
-    accepts, needs = body.memo((check_keywords, len(takes)), lambda: _keywords(body.parameters, len(takes)))
+    accepts, needs, is_fit = body.memo((check_keywords, len(takes)), lambda: _keywords(body, len(takes)))
+    if not is_fit:
+        raise _unfit(body, convention, takes)
     for name, why in given.items():
         if accepts is not None and name not in accepts:
             raise BodyFault(
@@ -357,37 +359,39 @@ _CURES_OF_KEYWORDS = {
 
 def needs_positional(body: Body) -> int:
     """How many positional arguments a body cannot do without, as far as that is known."""
-    return sum(p.default is p.empty and p.name not in ("key", "valid") for p in body.positional)
+    return len([p for p in body.positional if p.default is p.empty and p.name not in ("key", "valid")])
 
 
-def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]) -> None:
-    """Refuses a body that cannot be called with as many positional arguments."""
-    parameters = body.parameters
-    if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return
-    needs_more = needs_positional(body) > len(takes)
-    if len(body.names) < len(takes) or needs_more:
-        first = ", ".join(takes)
-        others = ". Bind other arguments first, `functools.partial({step}, ...)`"
-        if "mask" in body.names[len(takes) :]:
-            others = ". `mask_scan` passes each step's mask as the keyword `valid`"
-        if convention.spread:
-            others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
-        raise BodyFault(
-            f"{{body}} takes ({', '.join(body.names)}), but {{verb}} calls it with ({first}).",
-            f"Write it as `def {{step}}({first}): ...`{others if needs_more else ''}.",
-        )
+def _unfit(body: Body, convention: Convention, takes: tuple[str, ...]) -> Fault:
+    """The error for a body that cannot be called with as many positional arguments."""
+    first = ", ".join(takes)
+    others = ". Bind other arguments first, `functools.partial({step}, ...)`"
+    if "mask" in body.names[len(takes) :]:
+        others = ". `mask_scan` passes each step's mask as the keyword `valid`"
+    if convention.spread:
+        others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
+    return BodyFault(
+        f"{{body}} takes ({', '.join(body.names)}), but {{verb}} calls it with ({first}).",
+        f"Write it as `def {{step}}({first}): ...`{others if needs_positional(body) > len(takes) else ''}.",
+    )
 
 
-def _keywords(
-    parameters: tuple[inspect.Parameter, ...] | None, positional: int
-) -> tuple[frozenset[str] | None, tuple[str, ...]]:
-    """The keywords that a body accepts (None: any) beside its positional arguments, and those it must be given."""
-    if parameters is None:
-        return None, ()
-    accepts = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
-    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    later = (p for i, p in enumerate(parameters) if i >= positional and p.kind is p.POSITIONAL_OR_KEYWORD)
-    named = [p for p in later if p.name in ("key", "valid")]  # all others are refused by their number
-    keywords = [*named, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
-    return None if anything else accepts, tuple(p.name for p in keywords if p.default is p.empty)
+def _keywords(body: Body, positional: int) -> tuple[frozenset[str] | None, tuple[str, ...], bool]:
+    """What a body accepts beside so many positional arguments.
+
+    Returns:
+        The keywords that it accepts (None: any), those it must be given, and whether it takes the positional arguments.
+    """
+    accepts, needs, anything, any_number = list[str](), list[str](), False, False
+    for i, p in enumerate(body.parameters or ()):
+        anything |= p.kind is p.VAR_KEYWORD
+        any_number |= p.kind is p.VAR_POSITIONAL
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
+            accepts.append(p.name)
+        # All others behind the positional ones are refused by their number.
+        by_keyword = p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional and p.name in ("key", "valid")
+        if p.default is p.empty and (p.kind is p.KEYWORD_ONLY or by_keyword):
+            needs.append(p.name)
+    is_fit = any_number or len(body.names) >= positional >= needs_positional(body)
+    unknown = body.parameters is None
+    return None if anything or unknown else frozenset(accepts), tuple(needs), is_fit or unknown

@@ -151,13 +151,14 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
     """Makes a value vary over further manual mesh axes."""
-    missing = tuple(sorted(axes - varying_axes(jax.typeof(leaf))))
+    missing = tuple(sorted(axes - varying_axes(jax.typeof(leaf)))) if axes else ()
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a value is sharded along any of its axes, where shardings are part of the type."""
-    parts = parts_of(leaf)
+    spec = (leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)).sharding.spec
+    parts = tuple(getattr(spec, "partitions", spec))  # as `spec_parts`: each leaf is asked for this many times
     return parts.count(None) < len(parts)
 
 
@@ -222,9 +223,12 @@ def set_mesh() -> Any:
 
 def mesh_of(tree: PyTree) -> Any:
     """The first mesh with an explicit axis that an array names in its type; None: none does."""
+    seen = None  # arrays share their mesh, mostly one without axes
     for aval in map(jax.typeof, jax.tree.leaves(tree)):
-        if isinstance(aval, ShapedArray) and AxisType.Explicit in aval.sharding.mesh.axis_types:
-            return aval.sharding.mesh
+        mesh = aval.sharding.mesh if isinstance(aval, ShapedArray) else seen
+        if mesh is not seen and AxisType.Explicit in mesh.axis_types:
+            return mesh
+        seen = mesh
     return None
 
 
@@ -236,7 +240,8 @@ def in_mesh(tree: PyTree, mesh: Any) -> PyTree:
 
 def names_no_mesh(leaf: Any) -> bool:
     """Whether a leaf is an array whose type names no mesh."""
-    return not is_mutable(leaf) and _sharding(leaf).mesh.empty
+    aval = jax.typeof(leaf)
+    return isinstance(aval, ShapedArray) and aval.sharding.mesh.empty
 
 
 def shard(value: Array, sharding: Any) -> Array:
@@ -344,7 +349,7 @@ def clamped(value: Array, most: int = 2**31 - 1) -> Array:
 
 def elements(aval: Any) -> int:
     """How many elements a value of this type has; a size that is a symbol counts as 1."""
-    return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))
+    return math.prod([size for size in getattr(aval, "shape", ()) if isinstance(size, int)])
 
 
 def bytes_of(aval: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import types
@@ -99,6 +100,9 @@ def metadata(node: PyTree) -> Any:
     return None if data is None or isinstance(node, dict | tuple | list) else data[1]
 
 
+_LEAF: TreeDef = jax.tree.structure(0)
+
+
 class PrefixMismatch(Exception):
     """A prefix tree does not fit its tree. The message names the first place."""
 
@@ -149,10 +153,12 @@ class Prefix:
     @classmethod
     def of(cls, tree: PyTree) -> Prefix:
         """Takes a prefix tree apart; `None` counts as a leaf."""
+        if tree is None or jtu.all_leaves([tree]):
+            return cls((tree,), _LEAF)
         leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
         return cls(tuple(leaves), structure)
 
-    @property
+    @functools.cached_property
     def tree(self) -> PyTree:
         """The prefix tree."""
         return jax.tree.unflatten(self.structure, self.leaves)
@@ -269,7 +275,10 @@ def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
         tree: any tree.
         scalars: whether Python's own numbers count as static too.
     """
-    return freeze_leaves(tree, [is_static(leaf) or (scalars and is_number(leaf)) for leaf in jax.tree.leaves(tree)])
+    leaves = jax.tree.leaves(tree)
+    if not scalars and _known_arrays.issuperset(map(type, leaves)):
+        return tree
+    return freeze_leaves(tree, [is_static(leaf) or (scalars and is_number(leaf)) for leaf in leaves])
 
 
 def is_number(leaf: Any) -> bool:

@@ -3,6 +3,8 @@
 import colorsys
 import json
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from pathlib import Path
@@ -117,6 +119,15 @@ def test_a_table_is_read_off_the_package_and_the_map_off_what_runs(name: str, dr
         pytest.skip(f"the map is of jax {RELEASE}: other releases call back in another order")
     assert (DRAW.DIRECTORY / f"{name}.md").read_text() == drawn(), "run `python scripts/draw_pictures.py`"
     assert f'--8<-- "docs/pictures/{name}.md"' in PAGES
+
+
+@pytest.mark.skipif(jax.__version__ != RELEASE, reason="other releases of JAX call back more or less often")
+def test_a_first_masked_scan_calls_few_functions() -> None:
+    command = [sys.executable, ROOT / "scripts" / "walk.py", "--counts"]
+    said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    calls = {name: int(count) for name, count in re.findall(r"`(\w+)`: \d+ files, (\d+) calls", said)}
+    assert calls["mask_scan"] <= 700
+    assert calls["scan"] <= 160
 
 
 @pytest.mark.parametrize("verb", ["scan", "fori", "mask_scan"])

@@ -315,10 +315,10 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
 def takes_keyword(body: Body, name: str, positional: int = 2) -> bool:
     """Whether a body has a parameter of this name behind its first ones, or passes it on to what it wraps."""
     own = body.parameters or ()
-    passes_on = any(p.kind is p.VAR_KEYWORD for p in own)
-    return any(
-        _names_keyword(of, name, positional) for of in (own, wrapped_parameters(body.function) if passes_on else ())
-    )
+    if _names_keyword(own, name, positional):
+        return True
+    passes_on = bool(own) and own[-1].kind is inspect.Parameter.VAR_KEYWORD
+    return passes_on and _names_keyword(wrapped_parameters(body.function), name, positional)
 
 
 def needs_keyword(body: Body, name: str) -> bool:
@@ -327,8 +327,10 @@ def needs_keyword(body: Body, name: str) -> bool:
 
 
 def _names_keyword(parameters: Iterable[inspect.Parameter], name: str, positional: int) -> bool:
-    later = (p for i, p in enumerate(parameters) if i >= positional or p.kind is p.KEYWORD_ONLY)
-    return any(p.name == name and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in later)
+    for i, p in enumerate(parameters):
+        if p.name == name and (p.kind is p.KEYWORD_ONLY or (i >= positional and p.kind is p.POSITIONAL_OR_KEYWORD)):
+            return True
+    return False
 
 
 def check_callable(function: Any, call: str) -> None:

@@ -63,12 +63,12 @@ def gather_rows(
         of_first_step: the leaf is `[T, ...]`, and the rows are those of the entry 0, where they are at `axis`.
     """
     collapsed = (0, axis + 1) if of_first_step else (axis,)
-    others = tuple(i for i in range(leaf.ndim - of_first_step) if i != axis)
+    others = tuple([i for i in range(leaf.ndim - of_first_step) if i != axis])
     return jax.lax.gather(
         leaf,
         rows,
         jax.lax.GatherDimensionNumbers(others, collapsed, collapsed[-1:]),
-        tuple(1 if i in collapsed else size for i, size in enumerate(leaf.shape)),
+        tuple([1 if i in collapsed else size for i, size in enumerate(leaf.shape)]),
         unique_indices=distinct,
         mode="clip",
     )

@@ -64,7 +64,7 @@ def indices_of(start: Array, step: Array, *, folded: bool) -> tuple[Array, ...]:
 
 def entry(leaf: Array, at: Sequence[Array]) -> Array:
     """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
-    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
+    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*[1] * len(at), *leaf.shape[len(at) :]))
     return jax.lax.squeeze(one, range(len(at)))
 
 

@@ -185,6 +185,8 @@ def _is_batch(node: Any) -> bool:
 
 
 def _batches(root: str, tree: PyTree) -> list[tuple[str, _Batch]]:
+    if not any(map(_is_batch, jax.tree.leaves(tree, is_leaf=_is_batch))):
+        return []
     return [(path, node) for path, node in leaves_with_path(root, tree, is_leaf=_is_batch) if _is_batch(node)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -51,7 +52,8 @@ class Slot(Generic[T]):
 
     def put(self, feed: Feed, value: T | None) -> Feed:
         """The feed with this in its place; with None, nothing is there."""
-        held = {slot: other for slot, other in slots_of(feed) if slot is not self}
+        held = {} if feed.extra is None else dict(feed.extra.held)
+        held.pop(self, None)
         if value is not None:
             held[self] = value
         return feed._replace(extra=Extra(held) if held else None)
@@ -72,8 +74,8 @@ class Extra:
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Slot[Any], ...]]:
         """The values, and the slots in the order of their names."""
-        slots = tuple(sorted(self.held, key=lambda slot: slot.name))
-        return tuple(self.held[slot] for slot in slots), slots
+        slots = tuple(sorted(self.held, key=operator.attrgetter("name")))
+        return tuple(map(self.held.__getitem__, slots)), slots
 
     @classmethod
     def tree_unflatten(cls, slots: tuple[Slot[Any], ...], values: tuple[Any, ...]) -> Extra:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import operator
 import threading
 import types
 import weakref
@@ -96,10 +97,7 @@ class Body:
             self._function = lambda: function
         self.memo = Memo()
 
-    @property
-    def function(self) -> Callable[..., Any]:
-        """The body itself."""
-        return self._function()
+    function = property(operator.methodcaller("_function"), doc="The body itself.")  # JAX asks for it in each call
 
     @property
     def programs(self) -> Memo:
@@ -124,7 +122,7 @@ class Body:
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its positional parameters, as far as they can be known."""
-        return tuple(parameter.name for parameter in self.positional)
+        return tuple([parameter.name for parameter in self.positional])
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Body:
@@ -235,7 +233,7 @@ class Result(NamedTuple):
     @property
     def short(self) -> Any:
         """The state and ys alone, if there is nothing more."""
-        return self[:2] if all(more is None for more in self[2:]) else self
+        return self if [more for more in self[2:] if more is not None] else self[:2]
 
 
 def _same(state: PyTree) -> PyTree:
@@ -439,14 +437,13 @@ def under_a_trace() -> bool:
     return isinstance(jax.lax.stop_gradient(0.0), Tracer)
 
 
-def is_jit_disabled() -> bool:
-    """Whether the user asked, with `jax.disable_jit`, to see every step run."""
-    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009, an attribute that checkers do not see
+is_jit_disabled: Callable[[], bool] = functools.partial(getattr, jax.config, "jax_disable_jit")
+"""Whether the user asked, with `jax.disable_jit`, to see every step run."""
 
 
 def is_untraced(loop: Loop) -> bool:
     """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
-    return is_jit_disabled() or not loop.steps
+    return is_jit_disabled() or not (loop.steps if loop.turns else loop.length)
 
 
 def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,9 +38,7 @@ class _Lowered:
     __signature__: inspect.Signature
     mesh: Any
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.body.function
+    __wrapped__ = property(operator.attrgetter("body.function"))
 
     def __call__(self, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         with in_step():
@@ -58,14 +57,11 @@ class _Lowered:
         return jax.tree.unflatten(structure, [leaf if other else in_mesh(leaf, self.mesh) for leaf, other in named])
 
 
-def debugs_nans() -> bool:
-    """Whether the user turned on `jax.debug_nans`. JAX does not trace functions again for this flag."""
-    return bool(getattr(jax.config, "jax_debug_nans", False))
+debugs_nans: Callable[[], bool] = functools.partial(getattr, jax.config, "jax_debug_nans", False)
+"""Whether the user turned on `jax.debug_nans`. JAX does not trace functions again for this flag."""
 
-
-def checks_key_reuse() -> bool:
-    """Whether the user turned on `jax_debug_key_reuse`."""
-    return bool(getattr(jax.config, "jax_debug_key_reuse", False))
+checks_key_reuse: Callable[[], bool] = functools.partial(getattr, jax.config, "jax_debug_key_reuse", False)
+"""Whether the user turned on `jax_debug_key_reuse`."""
 
 
 def run(loop: Loop) -> tuple[PyTree, PyTree]:
@@ -174,7 +170,7 @@ def settle(carry: PyTree, out: PyTree) -> tuple[PyTree, bool]:
     """The init that lax.scan uses if weakly typed leaves were returned with another type, and whether it changed."""
     leaves, treedef = jax.tree.flatten(carry)
     pairs = [promoted(given, returned) for given, returned in zip(leaves, jax.tree.leaves(out), strict=True)]
-    return jax.tree.unflatten(treedef, [leaf for leaf, _ in pairs]), any(changed for _, changed in pairs)
+    return jax.tree.unflatten(treedef, [leaf for leaf, _ in pairs]), True in [changed for _, changed in pairs]
 
 
 class _NamedPair(NamedTuple):

@@ -58,7 +58,7 @@ def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:
     for size in sorted(wish.size for wish in wishes if not wish.exact):
         if not any(size / 2 < other < size * 2 for other in chain):
             chain = sorted({*chain, _fit(size, chain)})
-    return tuple(size for size in chain if 1 < size < length)
+    return tuple([size for size in chain if 1 < size < length])
 
 
 def _divisor_chain(sizes: set[int]) -> list[int]:

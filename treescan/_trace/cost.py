@@ -79,7 +79,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
     saved = set[Any]()
     for equation in jaxpr.eqns:
         name, given = equation.primitive.name, [var for var in variables_of(equation.invars) if var in found]
-        inner = list(jaxprs_within(equation))
+        inner = jaxprs_within(equation)
         if inner and given:
             flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
             whole = [flags if len(flags) == len(each.invars) else [True] * len(each.invars) for each in inner]
@@ -89,7 +89,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
             saved.update(equation.outvars)
         elif name in _PRODUCTS:
             saved.update(given if len(given) > 1 or name in PRODUCTS else [])
-    return total + sum(bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact))
+    return total + sum([bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact)])
 
 
 def _times(equation: Any) -> int:

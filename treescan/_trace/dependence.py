@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,8 @@ def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
     found = {var for var, flag in zip(jaxpr.invars, given, strict=True) if flag}
     for equation in jaxpr.eqns:
         flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
-        found.update(var for var, flag in zip(equation.outvars, _of_equation(equation, flags), strict=True) if flag)
+        flags = _of_equation(equation, flags)
+        found.update(itertools.compress(equation.outvars, flags))
     return found
 
 

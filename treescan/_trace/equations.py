@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +24,9 @@ CALLS = _CALLS | _CALLS_WITH_RULES
 """The primitives that `called` knows."""
 
 
-def variables_of(atoms: Sequence[Any]) -> Iterator[Any]:
+def variables_of(atoms: Sequence[Any]) -> list[Any]:
     """The variables among variables and literals."""
-    return (atom for atom in atoms if not hasattr(atom, "val"))
+    return [atom for atom in atoms if not hasattr(atom, "val")]
 
 
 def called(equation: Any) -> tuple[Any, list[Any]] | None:
@@ -104,17 +105,20 @@ def called_without_rule(equation: Any) -> tuple[Any, list[Any]] | None:
     return None if equation.primitive.name in _CALLS_WITH_RULES else called(equation)
 
 
-def equations_within(jaxpr: Any) -> Iterator[Any]:
-    """The equations of a jaxpr, and those of the loops, branches and functions in it."""
-    for equation in jaxpr.eqns:
-        yield equation
-        for inner in jaxprs_within(equation):
-            yield from equations_within(inner)
+def equations_within(jaxpr: Any) -> list[Any]:
+    """The equations of a jaxpr, each followed by those of the loops, branches and functions in it."""
+    found, waiting = list[Any](), list(reversed(jaxpr.eqns))
+    while waiting:
+        equation = waiting.pop()
+        found.append(equation)
+        for inner in reversed(jaxprs_within(equation)):
+            waiting.extend(reversed(inner.eqns))
+    return found
 
 
 def holds(jaxpr: Any, names: frozenset[str]) -> bool:
     """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
-    return any(equation.primitive.name in names for equation in equations_within(jaxpr))
+    return not names.isdisjoint(map(operator.attrgetter("primitive.name"), equations_within(jaxpr)))
 
 
 def reshards(jaxpr: Any) -> bool:
@@ -160,13 +164,15 @@ def _is_for_data_alone(equation: Any) -> bool:
     return equation.primitive.name in _FOR_DATA_ALONE
 
 
-def jaxprs_within(equation: Any) -> Iterator[Any]:
+def jaxprs_within(equation: Any) -> list[Any]:
     """The jaxprs among the parameters of an equation."""
+    found = list[Any]()
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             jaxpr = getattr(item, "jaxpr", item)
             if hasattr(jaxpr, "eqns"):
-                yield jaxpr
+                found.append(jaxpr)
+    return found
 
 
 def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:

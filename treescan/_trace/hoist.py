@@ -14,6 +14,7 @@ import contextvars
 import dataclasses
 import inspect
 import itertools
+import operator
 import os
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
@@ -260,7 +261,7 @@ class Hoisted(NamedTuple):
         """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
         step, same = self._step()
         fed = len(self.jaxpr.invars) - same - len(step.fixed)  # an option may have added to the state since
-        return [*[False] * same, *(not fixed for fixed in step.fixed), *[True] * fed]
+        return [*[False] * same, *map(operator.not_, step.fixed), *[True] * fed]
 
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
@@ -443,7 +444,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
     unchanged, inner = hoisted.loop.consts
     consts = (unchanged, (closed, inner))
     first = next(iter(traced.jaxprs.values()))
-    avals = (aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed)
+    avals = [aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed]
     state = [  # a branch that does nothing returns what the step does: no weak type where that returns none
         leaf if aval.weak_type or not is_weak(leaf) else jax.lax.convert_element_type(leaf, aval.dtype)
         for leaf, aval in zip(hoisted.loop.state, avals, strict=True)
@@ -509,7 +510,7 @@ def one_step(xs: Feed) -> Feed:
     def entry(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf))
 
-    if not any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(xs)):
+    if not [leaf for leaf in jax.tree.leaves(xs) if is_sharded(leaf) or varying_axes(jax.typeof(leaf))]:
         return jax.tree.map(entry, xs)  # a trace of the indexing would say the same, and takes longer
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
 
@@ -522,9 +523,7 @@ class _Flat:
     step: Step
     __signature__: inspect.Signature
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        return self.body.function
+    __wrapped__ = property(operator.attrgetter("body.function"))
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[list[Any], PyTree]:
         state, y = self.step(consts, state, feed)
@@ -541,7 +540,8 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     """Which leaves of the state, which follow `first` others, come back in their own place and change nowhere else."""
     given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
     pairs = zip(given, returned, changing, strict=True)
-    return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
+    may = is_rewriting()
+    return tuple([may and a is b and not other for a, b, other in pairs])
 
 
 def array_of(value: Any, aval: Any) -> Any:
@@ -552,7 +552,7 @@ def array_of(value: Any, aval: Any) -> Any:
 
 
 def _shapes(leaves: Sequence[Any]) -> Shapes:
-    return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
+    return tuple([tuple(leaf.shape) if hasattr(leaf, "shape") else jax.typeof(leaf).shape for leaf in leaves])
 
 
 def is_smooth(leaf: Any) -> bool:

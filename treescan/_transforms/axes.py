@@ -146,7 +146,7 @@ def spread_axes(option: str, axes: Axes, tree: PyTree, root: str, *, none: bool 
     cure = f"Give one int for all leaves, or a prefix tree of {root}, in which one int may cover a whole subtree."
     spread = spread_prefix(f"`{option}`", axes, tree, root, cure)
     _check_ints(option, spread, none=none)
-    return tuple(None if axis is None else int(axis) for axis in spread)
+    return tuple([None if axis is None else int(axis) for axis in spread])
 
 
 def spread_prefix(
@@ -170,6 +170,8 @@ def spread_prefix(
         whole: what messages call the tree, if not as its root.
         error: the public exception.
     """
+    if prefix is None or jtu.all_leaves([prefix]):  # one value for all leaves, as most prefixes are
+        return [prefix] * len(jax.tree.leaves(tree))
     try:
         return broadcast_prefix(prefix, tree, root)
     except PrefixMismatch as off:
@@ -179,16 +181,18 @@ def spread_prefix(
 def static_axes(option: str, axes: Axes, *, none: bool = False) -> Prefix:
     """A prefix tree of axes as a static value. Whether it fits a tree is checked where it is used."""
     prefix = Prefix.of(axes)
-    _check_ints(option, prefix.leaves, none=none)
+    if type(axes) is not int:
+        _check_ints(option, prefix.leaves, none=none)
     return prefix
 
 
 def _check_ints(option: str, axes: Sequence[Any], *, none: bool) -> None:
     for axis in axes:
-        is_int = hasattr(axis, "__index__") and not isinstance(axis, bool | jax.Array)
+        if (hasattr(axis, "__index__") and not isinstance(axis, bool | jax.Array)) or (none and axis is None):
+            continue
         allowed = "ints or None" if none else "ints"
         cure = "Give one for all leaves, or a prefix tree of them."
-        expect(is_int or (none and axis is None), option, allowed, axis, cure)
+        expect(False, option, allowed, axis, cure)
 
 
 def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:

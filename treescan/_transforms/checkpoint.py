@@ -148,7 +148,7 @@ def _rounded(jaxpr: Any, given: list[bool]) -> list[bool] | None:
         returned = [rounded] * len(equation.outvars) if inner is None else _rounded(inner[0], flags)
         if returned is None:
             return None
-        found.update(var for var, flag in zip(equation.outvars, returned, strict=True) if flag)
+        found.update([var for var, flag in zip(equation.outvars, returned, strict=True) if flag])
     return [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
 
 

@@ -121,7 +121,7 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     levels = list[Level]()
     for size, wishes in sorted(places.items(), key=lambda place: place[0]):
         level = Level(size)
-        for put, slots in ((wish.put, wish.slots) for wish in wishes):
+        for put, slots in [(wish.put, wish.slots) for wish in wishes]:
             if put is not None:
                 loop, around = put(loop, size)
                 level = level.inside(around, slots)

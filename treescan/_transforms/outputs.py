@@ -165,7 +165,7 @@ def boundaries(keeps: Sequence[Keep], length: int) -> list[Wish]:
 
 def is_thinned(keeps: Sequence[Keep] | None) -> bool:
     """Whether any output is kept in some steps alone; None: ys are stacked whole."""
-    return any(keep not in (ALL, None) for keep in keeps or ())
+    return not {ALL, None}.issuperset(keeps or ())
 
 
 def keep_afterwards(ys: PyTree, save: Prefix, *, reverse: bool) -> PyTree:
@@ -219,7 +219,7 @@ class Emit:
 
 def emitting(step: Step, keeps: Sequence[Keep]) -> Emit:
     """A step that returns the leaves of y of which anything is kept."""
-    return Emit(step, tuple(keep is not None for keep in keeps))
+    return Emit(step, tuple([keep is not None for keep in keeps]))
 
 
 @dataclass(frozen=True)

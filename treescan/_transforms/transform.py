@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from enum import Enum
 from typing import ClassVar
@@ -74,4 +75,4 @@ class Transform(ABC):
 
 def in_order(*transforms: Transform | None) -> tuple[Transform, ...]:
     """The transforms that have something to do, innermost first."""
-    return tuple(sorted((each for each in transforms if each is not None), key=lambda each: each.stage.place))
+    return tuple(sorted([each for each in transforms if each is not None], key=operator.attrgetter("stage.place")))

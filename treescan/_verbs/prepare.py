@@ -188,7 +188,7 @@ class Prepared:
                 if not self.options:
                     _refuse_exchanged(self.call, self.given, error)
                 raise
-        if any(getattr(each, "returned", False) for each in program.transforms):
+        if [each for each in program.transforms if getattr(each, "returned", False)]:
             from .._transforms.finite.check import FiniteReport
 
             result = Result(*result)
@@ -249,7 +249,7 @@ def recomputing(remat: Any) -> Transform | None:
 
 
 def _has_positions(save: Save) -> bool:
-    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+    return not isinstance(save, str) and any(map(is_positions, Prefix.of(save).leaves))
 
 
 def recording(save: Any) -> Transform | None:
@@ -354,14 +354,12 @@ def prepare(
         lowering=lowering,
         **check_run(steps, reverse, unroll, name),
     )
-    given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
+    given = Arguments(frozen_init, frozen_xs, key, offset=None if offset is None else first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive, options=options)
 
 
 def first_position(offset: Any, steps: int) -> Any:
-    """The position of the first step, checked; None: it is 0."""
-    if offset is None:
-        return None
+    """The position of the first step, checked."""
     from .._transforms.offset import check_offset
 
     return check_offset(offset, steps)

@@ -386,7 +386,7 @@ def prepare_layers(
     before = (adopted.init, *args, *(each.init for each in states))
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
-    position = first_position(offset, sum(stacks.counts))
+    position = None if offset is None else first_position(offset, sum(stacks.counts))
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))

@@ -202,6 +202,8 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
         Fault: for a `PluginError` if `to_carry` fails or returns something else than a carry.
     """
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
+    if _plain.issuperset(map(type, nodes)):
+        return Adopted(init)
     kinds = list(map(kind_of, nodes))
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
         named = leaves_with_path(root, init, is_leaf=_is_special)
@@ -249,7 +251,7 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
 
 
 def _is_special(node: Any) -> bool:
-    return kind_of(node) is not False
+    return type(node) not in _plain and kind_of(node) is not False
 
 
 def _convert(how: Adoption | None, name: str, node: Any, root: str, tree: PyTree, index: int) -> Any:

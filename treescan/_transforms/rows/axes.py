@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, shape_of
+from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node
 from ..._body.carry import call_hook
 from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
 from ..._loop.loop import Loop
@@ -130,10 +130,10 @@ def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch:
 
 def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
     """One axis a leaf, counted from 0, of axes that are spread already; the batch shape must be there."""
-    rows, spread, scalars = [], [], True
+    bad, spread, scalars = list[tuple[int, int | None]](), [], True
     found: set[tuple[int, ...]] = set()
-    for (path, leaf), axis in zip(leaves_with_path(root, tree), axes, strict=True):
-        shape = shape_of(leaf) or ()
+    for place, (leaf, axis) in enumerate(zip(jax.tree.leaves(tree), axes, strict=True)):
+        shape = getattr(leaf, "shape", ())
         start = axis if axis is None or axis >= 0 else axis + len(shape)
         spread.append(start)
         stands = start is None or (0 <= start <= len(shape) - len(batch) and shape[start : start + len(batch)] == batch)
@@ -141,8 +141,11 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
             found.add(shape[start : start + len(batch)])
         if not stands:
             scalars = scalars and not shape
-            rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
-    if rows:
+            bad.append((place, axis))
+    if bad:
+        named = leaves_with_path(root, tree)
+        about = [(*named[place], axis) for place, axis in bad]
+        rows = [Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), "") for path, leaf, axis in about]
         other = _other_batch(option, root, found - {batch}) or (_each(option, batch) if scalars else "")
         raise Misuse(
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",
@@ -198,7 +201,7 @@ def rows_of_x(
         prefix = Prefix.of(jax.tree.unflatten(structure, [None if a is None else prefix.tree for a in axes]))
     starts = spread_batch_axes("x_axes", prefix, jax.tree.unflatten(structure, step), root, batch)
     pairs = list(zip(starts, axes, strict=True))
-    return tuple(s for s, axis in pairs if axis is not None), tuple(s for s, axis in pairs if axis is None)
+    return tuple([s for s, axis in pairs if axis is not None]), tuple([s for s, axis in pairs if axis is None])
 
 
 def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:

@@ -140,7 +140,7 @@ def spread_tiers(rows: int) -> tuple[int, ...]:
 
 def fewer_tiers(tiers: tuple[int, ...], jaxpr: Any) -> tuple[int, ...]:
     """The tiers that are left if the step, an open jaxpr, is large: the batch, a half and a sixteenth of it."""
-    if sum(1 for _ in equations_within(jaxpr)) <= MOST_EQUATIONS:
+    if len(equations_within(jaxpr)) <= MOST_EQUATIONS:
         return tiers
     return tuple(sorted({math.ceil(tiers[-1] / part) for part in LARGE_PARTS}))
 

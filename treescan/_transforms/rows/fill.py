@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,8 +164,8 @@ def fill_leaves(fill: Prefix, tree: PyTree) -> list[Array]:
     Raises:
         Fault: for an `ArgumentError` if the prefix does not fit or a fill cannot be represented in a leaf's dtype.
     """
-    named = leaves_with_path("y", tree)
-    return [_cast(value, leaf, path) for value, (path, leaf) in zip(_spread(fill, tree), named, strict=True)]
+    pairs = zip(_spread(fill, tree), jax.tree.leaves(tree), strict=True)
+    return [_cast(value, leaf, tree, place) for place, (value, leaf) in enumerate(pairs)]
 
 
 def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
@@ -172,11 +173,12 @@ def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
     return spread_prefix("`fill`", fill.tree, tree, "y", cure)
 
 
-def _cast(value: Any, leaf: Any, path: str) -> Array:
+def _cast(value: Any, leaf: Any, tree: PyTree, place: int) -> Array:
     dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).dtype
     if is_key(leaf) or isinstance(value, str):
         return jax.lax.full((), 0, dtype)
     if not holds(dtype, value):
+        path, _ = leaves_with_path("y", tree)[place]
         raise Misuse(
             f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
             "Give a `fill` that fits, or one for each leaf of y.",
@@ -284,9 +286,9 @@ class KeepRows(Transform):
             none = (False,) * len(keeps)
             left = _of(loop.masked.axes.y, [keep is not None for keep in keeps])
             return with_axes(loop, y=tuple(left)), keeps, RowOutputs(Idle(Prefix.of([])), none)
-        held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
+        held = tuple([k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True)])
         loop = hold(loop, held, start, loop.hoisted.y_avals)
-        stacked = tuple(None if keep == LAST else keep for keep in keeps)
+        stacked = tuple([None if keep == LAST else keep for keep in keeps])
         left = [keep is not None for keep in stacked]
         numbers = iter(range(sum(held)))
         slots = _of([next(numbers) if on else None for on in held], left)
@@ -336,4 +338,4 @@ def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Se
 
 
 def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
-    return [value for value, flag in zip(values, flags, strict=True) if flag]
+    return list(itertools.compress(values, flags))

@@ -47,7 +47,7 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     Under `jax_remat3` the derivative of a rule like that of `InPlace` saves what its checkpoints were to leave out.
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
-    held = any(slot is not None for slot in loop.masked.outputs.idle.held or ())
+    held = [slot for slot in loop.masked.outputs.idle.held or () if slot is not None]
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
     fits = chunks and not is_remat3() and not changed
     return loop.having(runner=InPlace(tiers, loop.masked.own_values, saves)) if fits else loop
@@ -81,7 +81,7 @@ class InPlace:
         keeps = loop.keeps or ()
         given = _Given(stacked.consts, stacked.state, stacked.xs)
         empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
-        stacked, loop = (_without_arrays(empty.put_into(each)) for each in (stacked, loop))
+        stacked, loop = _without_arrays(empty.put_into(stacked)), _without_arrays(empty.put_into(loop))
         plain = loop.step
         step = masked_step(loop.step, stands_in=False) if self.own_values else loop.step
         loop = loop.having(step=emitting(step, keeps))

@@ -96,8 +96,9 @@ def _in_mesh_of(chosen: Array, old: Array, new: Array) -> tuple[Array, Array]:
     JAX gives the result the type of the values. Under `jax.vmap` over an axis that is sharded on an Explicit mesh, it
     cannot map a type that names no mesh.
     """
-    mesh = mesh_of(chosen) if names_no_mesh(old) and names_no_mesh(new) else None
-    return (old, new) if mesh is None else in_mesh((old, new), mesh)
+    mesh = mesh_of(chosen)
+    misses = mesh is not None and names_no_mesh(old) and names_no_mesh(new)
+    return in_mesh((old, new), mesh) if misses else (old, new)
 
 
 def expand(valid: Array, leaf: Array, axis: int) -> Array:

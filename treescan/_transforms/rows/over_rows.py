@@ -202,7 +202,8 @@ def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
     Rows may meet where the body reads the mask, which is its last input, and in leaves that all of them share.
     """
     jaxpr = hoisted.jaxpr
-    may_meet = None in (*axes.state, *axes.x) or any(jaxpr.invars[-1] in each.invars for each in jaxpr.eqns)
+    read = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    may_meet = None in (*axes.state, *axes.x) or jaxpr.invars[-1] in read
     return not (may_meet or is_for_data_alone(jaxpr) or hoisted.effects or hoisted.reverse_rule or debugs_nans())
 
 
