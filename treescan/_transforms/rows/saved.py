@@ -34,7 +34,7 @@ from ..._loop.loop import Loop, Memo, Step
 from ..._trace.dependence import dependent
 from ..._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
-from ..._trace.transposed import with_transpose
+from ..._trace.transposed import push_plainly, with_transpose
 from ..._tree import Part, merge, split
 from ..remat import saves_steps
 from .leaves import SCHEDULE, Schedule
@@ -291,14 +291,15 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     def saving(consts: Any, state: Arrays, fed: Feed, outputs: Arrays, schedule: Schedule) -> Result:
         return write_chunks(recording(consts, state, fed, schedule), size, outputs)
 
-    @saving.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Result, Result]:  # of a derivative of the derivative
+    def rule(primals: Any, tangents: Any) -> tuple[Result, Result]:  # of a derivative of the derivative
         schedule = primals[-1]
 
-        def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
-            return stack_chunks(recording(consts, state, fed, schedule), size, outputs)
+        def stacked(given: tuple[Any, Arrays, Feed, Arrays]) -> Result:
+            return stack_chunks(recording(*given[:3], schedule), size, given[3])
 
-        return jax.jvp(stacked, primals[:-1], tangents[:-1])
+        return push_plainly(stacked, primals[:-1], tangents[:-1], branches=loop.trace.branches)
+
+    saving.defjvp(rule, symbolic_zeros=True)
 
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
     leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
