@@ -9,6 +9,8 @@ equation, how to solve it, and how to solve the transposed one. So we ask for th
 
 For any right side (b, c), the solution is (b, c + push(b)), and that of the transposed equation is (b + pull(c), c).
 Reverse mode solves the latter. A derivative by what `push` reads is JAX's own, of the equation.
+
+Saved steps write their transpose themselves. Steps that branch have that of JAX, made early: see `mapped_later`.
 """
 
 from __future__ import annotations

@@ -1,11 +1,21 @@
-"""Runs a chunk of steps with its products with weights computed at once, forward and in its derivative.
+"""Runs a chunk of steps with its products with weights computed at once, in its derivative and forward.
 
-Forward, these are the products of x with large weights. In the derivative they are all products that read only x, and
-the cotangents of the weights. The derivative of a product `a W` is `da W + a dW`. The first part belongs into the loop,
-as `da` waits for the step before; the second only needs what `a` was in each step, which is known once the chunk has
-run. So it is computed for all steps at once, and enters the loop over tangents as something that is scanned over.
-Transposed, the loop returns the cotangents of all products, and that of the weights is one product of these with what
-the steps have kept.
+What it is for: a gradient step by step saves, for each of T steps, all that a product with weights needs, and adds one
+`[in, out]` product per step to the cotangent of the weights. Here a chunk adds one product of `[C * rows, in]` with
+`[C * rows, out]`. Measured, LSTM-like steps take 0.12 to 0.58 of the memory. Nothing else in the package does that.
+
+How it works, for weights W that are the same in every step (`products.py` finds them):
+
+1. The derivative of a product `a W` is `da W + a dW`. The first part stays in the loop, as `da` waits for the step
+   before. The second needs only what `a` was in each step, and that is known once the chunk has run.
+2. So the chunk runs once, keeps each `a`, and has zeros added to each product (`Recorded`). Its tangent is taken with
+   respect to these zeros, too: for all steps, `a dW` is one product, and enters there (`_push_forward`).
+3. JAX transposes this. The loop in reverse returns the cotangents of the zeros, `[C, ...]`, and the cotangent of W is
+   one product of them with every `a`. No step waits for it.
+
+Products that read only x (`early`) wait for nothing: in the derivative all of them are computed before the loop, and
+forward those with large weights are (`Forward`). What relies on something that turns out otherwise raises `Unproven`,
+and the chunk runs step by step.
 """
 
 from __future__ import annotations
@@ -29,12 +39,7 @@ from .._loop.feed import Feed
 from .._loop.loop import Loop, Memo, Step
 from .._loop.run import run
 from .._trace.cost import count_operations
-from .._trace.equations import (
-    PRODUCTS,
-    alone,
-    has_branches,
-    values_of,
-)
+from .._trace.equations import PRODUCTS, alone, has_branches, values_of
 from .._trace.hoist import (
     Hoisted,
     Unproven,
@@ -51,6 +56,8 @@ from .._trace.transposed import mapped_later, push_plainly
 from .checkpoint import Checkpointed, SaveDecisions, chooses
 from .outputs import QuietSteps
 from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of
+
+# Products of all steps.
 
 
 def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:
@@ -137,6 +144,9 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
 def entry_of(stack: Array, place: Array) -> Array:
     """One step's entry of a stack, `[C, ...]`."""
     return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
+# A step without the products that were computed before.
 
 
 class Arguments(NamedTuple):
@@ -230,6 +240,9 @@ def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _with_tangent(*primals), add_alike(*tangents)
 
 
+# A chunk of steps, and its derivative.
+
+
 def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
     """Runs a chunk of steps: the leaves of the last state, and of ys."""
     # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
@@ -267,7 +280,9 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
     policy = SaveDecisions(policy_within(rest))
     step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=policy)
-    apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
+    # An early product that is added to deferred ones: one tangent of their sum enters the loop, through its slot.
+    # So the loop takes the product itself for a constant.
+    apart = [i for slot in slots for i in slot.early]
 
     def of_each_step(on: list[Any]) -> list[Array]:
         whole: Arguments = part.join(on, off)
@@ -328,6 +343,9 @@ def _zeros(length: int, aval: Any) -> Array:
     return vary_over(place_like(jnp.zeros(stacked.shape, stacked.dtype), stacked), varying_axes(aval))
 
 
+# What is put around a chunk, or a step of one.
+
+
 @dataclass(frozen=True)
 class InBulk:
     """The step that runs a chunk of steps.
@@ -384,6 +402,9 @@ def bytes_of_products(loop: Loop) -> int:
     operands = {id(var): var for var in (each.of(e)[1] for each, e in equations)}
     kept = [var for key, var in operands.items() if key not in set(map(id, rest.invars))]
     return sum(bytes_of(var.aval) for var in (*products, *kept, *split.derivative.early.outvars))
+
+
+# Whether it pays.
 
 
 PAYS = 8
