@@ -136,7 +136,7 @@ def promoted(given: Any, returned: Any) -> tuple[Any, bool]:
 
 def _has_no_mesh(given: Any, returned: Any) -> bool:
     """Whether a value has no mesh, and what is returned in its place is split over one with explicit axes."""
-    mesh = getattr(getattr(returned, "sharding", None), "mesh", None)
+    mesh: Any = getattr(getattr(returned, "sharding", None), "mesh", None)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return False
     return bool(jax.typeof(given).sharding.mesh.empty)
@@ -223,7 +223,7 @@ def set_mesh() -> Any:
 
 def mesh_of(tree: PyTree) -> Any:
     """The first mesh with an explicit axis that an array names in its type; None: none does."""
-    seen = None  # arrays share their mesh, mostly one without axes
+    seen: Any = None  # arrays share their mesh, mostly one without axes
     for aval in map(jax.typeof, jax.tree.leaves(tree)):
         mesh = aval.sharding.mesh if isinstance(aval, ShapedArray) else seen
         if mesh is not seen and AxisType.Explicit in mesh.axis_types:

@@ -199,6 +199,24 @@ def test_the_gradient_of_a_mapped_loop_whose_body_branches(verb, where):
     close(jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(matrix, xs, lengths).sum(0), expected)
 
 
+def test_second_derivatives_of_a_mapped_loop_whose_body_branches():
+    """Its steps are saved: the rule of the saved steps is differentiated too."""
+
+    def loss(matrix, xs):
+        def step(h, x):
+            h = jax.lax.cond(h.sum() > 0, lambda h: jnp.tanh(matrix @ h), lambda h: h * x + jnp.sin(matrix @ x), h)
+            return h, h
+
+        final, ys = mask_scan(step, jnp.ones(2), xs, lengths=5)
+        return final.sum() + (ys * ys).sum()
+
+    matrix, xs = array(2, 2), array(3, 7, 2, seed=1)
+    expected = sum(jax.hessian(loss)(matrix, x) for x in xs)
+    mapped = jax.grad(lambda w: jax.vmap(loss, (None, 0))(w, xs).sum())
+    close(jax.jit(jax.jacfwd(mapped))(matrix), expected)
+    close(jax.jit(jax.jacrev(mapped))(matrix), expected)
+
+
 @pytest.mark.parametrize("wrap", [jax.jit, lambda function: function], ids=["jit", "eager"])
 def test_the_gradient_of_while_scan_says_what_the_body_says_once(wrap):
     """That a callback which returns something is refused there is in `test_errors.py`."""

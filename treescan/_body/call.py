@@ -174,7 +174,7 @@ class CallBody:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
             returned, new_state, y = _split(convention, out, given)
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
-            check_carry(self.body, convention, name, kept, new, y if own is None else new_state, out)
+            check_carry(convention, name, kept, new, y if own is None else new_state, out)
             if self.custom:
                 returned = write_carries(given, returned, feed.valid, name)
                 y = returned if convention.stacks else y

@@ -413,15 +413,12 @@ def _path_of(state: PyTree, root: str, index: int) -> str:
 _HEADER = ("leaf", "given", "returned")
 
 
-def check_carry(
-    body: Body, convention: Convention, root: str, given: PyTree, returned: PyTree, y: PyTree, out: PyTree
-) -> None:
+def check_carry(convention: Convention, root: str, given: PyTree, returned: PyTree, y: PyTree, out: PyTree) -> None:
     """Compares a returned carry with the given one, leaf by leaf, inside of the trace that runs anyway.
 
     A weakly typed leaf may change its type in the first trace: lax.scan then promotes the init and traces again.
 
     Args:
-        body: the body, to be named in warnings.
         convention: what the body is to return.
         root: the body's own name for its carry.
         given: the carry as the body saw it.

@@ -20,8 +20,6 @@ PRODUCTS = frozenset({"dot_general"})
 """The products that may be computed for many steps at once. A convolution is slower so: measured, 2.1 times."""
 
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
-CALLS = _CALLS | _CALLS_WITH_RULES
-"""The primitives that `called` knows."""
 
 
 def variables_of(atoms: Sequence[Any]) -> list[Any]:

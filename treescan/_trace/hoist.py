@@ -677,16 +677,3 @@ def fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
     """The tangent of a tree, from those of the leaves that have any."""
     part = smooth_part(tree)
     return part.join(tangents, [no_tangent(leaf) for leaf in part.split(tree)[1]])
-
-
-def push_plainly(function: Callable[[Any], Any], given: PyTree, d_given: PyTree) -> tuple[Any, Any]:
-    """The results of a function of one tree and their tangents, as JAX differentiates it."""
-    part, d_on = nonzero_part(given, d_given)
-    on, off = part.split(given)
-
-    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
-        result = function(part.join(on, off))
-        return smooth_part(result).split(result)[0], result
-
-    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
-    return result, fill_in(result, d_result)

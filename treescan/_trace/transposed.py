@@ -9,6 +9,8 @@ equation, how to solve it, and how to solve the transposed one. So we ask for th
 
 For any right side (b, c), the solution is (b, c + push(b)), and that of the transposed equation is (b + pull(c), c).
 Reverse mode solves the latter. A derivative by what `push` reads is JAX's own, of the equation.
+
+Saved steps write their transpose themselves. Steps that branch have that of JAX, made early: see `mapped_later`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .hoist import zeros_like
+from .._avals import PyTree, varying_axes
+from .hoist import fill_in, nonzero_part, smooth_part, zeros_like
 
 Given = TypeVar("Given")
 Out = TypeVar("Out")
@@ -67,3 +70,36 @@ def _tied(tree: Any) -> Any:
         structure,
         [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
     )
+
+
+def mapped_later(push: Callable[..., Out], *given: Any) -> Out:
+    """`push(*given)`, a linear function with branches, in a form that JAX can map and then transpose.
+
+    `jax.vmap` turns a branch on a mapped index into a selection, and stops the gradient of all that a branch reads, for
+    a derivative that is taken later. In a rule of `jax.custom_jvp` the derivative was taken before, and what a branch
+    reads are tangents: JAX has no transpose of a stopped one, and fails. So it is transposed before anything is mapped.
+    """
+    if any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):  # devices of a shard_map, not elements
+        return push(*given)
+    like = jax.tree.map(zeros_like, jax.eval_shape(push, *given))
+
+    def pull(out: Out) -> tuple[Any, ...]:
+        return jax.linear_transpose(push, *given)(out)
+
+    return with_transpose(lambda given: push(*given), pull, given, like)
+
+
+def push_plainly(function: Callable[[Any], Any], given: PyTree, d_given: PyTree, *, branches: bool) -> tuple[Any, Any]:
+    """The results of a function of one tree and their tangents, as JAX differentiates it, `branches` if it branches."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+
+    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
+        result = function(part.join(on, off))
+        return smooth_part(result).split(result)[0], result
+
+    if branches:
+        _, push, result = jax.linearize(of_smooth, on, has_aux=True)
+        return result, fill_in(result, mapped_later(push, d_on))
+    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
+    return result, fill_in(result, d_result)

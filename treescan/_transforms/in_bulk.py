@@ -1,11 +1,21 @@
-"""Runs a chunk of steps with its products with weights computed at once, forward and in its derivative.
+"""Runs a chunk of steps with its products with weights computed at once, in its derivative and forward.
 
-Forward, these are the products of x with large weights. In the derivative they are all products that read only x, and
-the cotangents of the weights. The derivative of a product `a W` is `da W + a dW`. The first part belongs into the loop,
-as `da` waits for the step before; the second only needs what `a` was in each step, which is known once the chunk has
-run. So it is computed for all steps at once, and enters the loop over tangents as something that is scanned over.
-Transposed, the loop returns the cotangents of all products, and that of the weights is one product of these with what
-the steps have kept.
+What it is for: a gradient step by step saves, for each of T steps, all that a product with weights needs, and adds one
+`[in, out]` product per step to the cotangent of the weights. Here a chunk adds one product of `[C * rows, in]` with
+`[C * rows, out]`. Measured, LSTM-like steps take 0.12 to 0.58 of the memory. Nothing else in the package does that.
+
+How it works, for weights W that are the same in every step (`products.py` finds them):
+
+1. The derivative of a product `a W` is `da W + a dW`. The first part stays in the loop, as `da` waits for the step
+   before. The second needs only what `a` was in each step, and that is known once the chunk has run.
+2. So the chunk runs once, keeps each `a`, and has zeros added to each product (`Recorded`). Its tangent is taken with
+   respect to these zeros, too: for all steps, `a dW` is one product, and enters there (`_push_forward`).
+3. JAX transposes this. The loop in reverse returns the cotangents of the zeros, `[C, ...]`, and the cotangent of W is
+   one product of them with every `a`. No step waits for it.
+
+Products that read only x (`early`) wait for nothing: in the derivative all of them are computed before the loop, and
+forward those with large weights are (`Forward`). What relies on something that turns out otherwise raises `Unproven`,
+and the chunk runs step by step.
 """
 
 from __future__ import annotations
@@ -18,8 +28,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray, eval_jaxpr
-from jax.custom_batching import custom_vmap
+from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from .._avals import Array, PyTree, bytes_of, elements, place_like, stacked_type, vary_over, varying_axes
@@ -30,16 +39,7 @@ from .._loop.feed import Feed
 from .._loop.loop import Loop, Memo, Step
 from .._loop.run import run
 from .._trace.cost import count_operations
-from .._trace.equations import (
-    PRODUCTS,
-    alone,
-    evaluate_alone,
-    has_branches,
-    interpret,
-    jaxprs_within,
-    values_of,
-    with_jaxprs,
-)
+from .._trace.equations import PRODUCTS, alone, has_branches, values_of
 from .._trace.hoist import (
     Hoisted,
     Unproven,
@@ -49,14 +49,15 @@ from .._trace.hoist import (
     lifted,
     nonzero_part,
     one_step,
-    push_plainly,
     smooth_part,
     typed_like,
 )
+from .._trace.transposed import mapped_later, push_plainly
 from .checkpoint import Checkpointed, SaveDecisions, chooses
 from .outputs import QuietSteps
 from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of
-from .rows.leaves import select
+
+# Products of all steps.
 
 
 def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:
@@ -143,6 +144,9 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
 def entry_of(stack: Array, place: Array) -> Array:
     """One step's entry of a stack, `[C, ...]`."""
     return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+
+
+# A step without the products that were computed before.
 
 
 class Arguments(NamedTuple):
@@ -236,6 +240,9 @@ def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
     return _with_tangent(*primals), add_alike(*tangents)
 
 
+# A chunk of steps, and its derivative.
+
+
 def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
     """Runs a chunk of steps: the leaves of the last state, and of ys."""
     # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
@@ -246,7 +253,8 @@ def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], li
         try:
             return _push_forward(apart, split, primals[0], tangents[0])
         except Unproven:
-            return push_plainly(functools.partial(_forward, apart, split), primals[0], tangents[0])
+            whole = functools.partial(_forward, apart, split)
+            return push_plainly(whole, *primals, *tangents, branches=has_branches(split.derivative.rest))
 
     function = jax.custom_jvp(functools.partial(_forward, loop, split))
     function.defjvp(rule, symbolic_zeros=True)
@@ -272,7 +280,9 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
     policy = SaveDecisions(policy_within(rest))
     step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=policy)
-    apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
+    # An early product that is added to deferred ones: one tangent of their sum enters the loop, through its slot.
+    # So the loop takes the product itself for a constant.
+    apart = [i for slot in slots for i in slot.early]
 
     def of_each_step(on: list[Any]) -> list[Array]:
         whole: Arguments = part.join(on, off)
@@ -306,7 +316,8 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
         )
         for slot, zero in zip(slots, zeros, strict=True)
     ]
-    return result, fill_in(result, push(d_on, added))
+    d_result = mapped_later(push, d_on, added) if has_branches(rest) else push(d_on, added)
+    return result, fill_in(result, d_result)
 
 
 def _operands(rest: Any, deferred: Sequence[Deferred], kept: list[Any], fed: list[Any]) -> list[Array]:
@@ -332,103 +343,7 @@ def _zeros(length: int, aval: Any) -> Array:
     return vary_over(place_like(jnp.zeros(stacked.shape, stacked.dtype), stacked), varying_axes(aval))
 
 
-_MIXED = -1
-"""In place of the index of a branch: elements differ in it."""
-
-
-@custom_vmap
-def _ask(index: Array) -> tuple[Array, Array]:
-    """The index for all elements, and each element's own. int32[] to int32[], int32[]."""
-    return index, index
-
-
-@_ask.def_vmap
-def _ask_rule(axis_size: int, in_batched: list[bool], index: Array) -> tuple[tuple[Array, Array], tuple[bool, bool]]:
-    del axis_size
-    if not in_batched[0]:
-        return _ask(index), (False, False)
-    return (jnp.full((), _MIXED, index.dtype), index), (False, True)
-
-
-@dataclass(frozen=True)
-class MappedLater:
-    """A step whose branches JAX can map after it was differentiated."""
-
-    step: Step
-
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        given = consts, state, feed
-        traced, out = jax.make_jaxpr(lambda *given: self.step(*given), return_shape=True)(*given)
-        results = _evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(given))
-        typed = [array_of(value, aval) for value, aval in zip(results, traced.out_avals, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(out), typed)
-
-
-def with_safe_branches(loop: Loop) -> Loop:
-    """The loop, whose trace tells whether its step branches, with that step made safe to map."""
-    return dataclasses.replace(loop, step=MappedLater(loop.step)) if loop.hoisted.branches else loop
-
-
-def _evaluate(jaxpr: Any, consts: Any, given: Any) -> list[Any]:
-    """Evaluates an open jaxpr, its branches in a form that JAX can map after it was differentiated."""
-
-    def each(equation: Any, read: list[Any]) -> list[Any]:
-        if _is_plain(equation):
-            return _choose(equation, *read)
-        if any(map(has_branches, jaxprs_within(equation))):
-            equation = equation.replace(params=with_jaxprs(equation.params, _safe))
-        return evaluate_alone(jaxpr, equation, read)
-
-    return interpret(jaxpr, consts, given, each, into=lambda equation: None)
-
-
-def _is_plain(equation: Any) -> bool:
-    """Whether an equation is a branch that only computes; one with effects or mutable arrays cannot be mapped."""
-    if equation.primitive.name != "cond" or equation.effects:
-        return False
-    avals = [atom.aval for atom in equation.invars]
-    return all(isinstance(aval, ShapedArray) and not varying_axes(aval) for aval in avals)
-
-
-def _choose(equation: Any, index: Array, *operands: Any) -> list[Any]:
-    """A branch that is one of several, or all of them where elements differ in the index."""
-    avals = [var.aval for var in equation.outvars]
-
-    def evaluate(branch: Any, own: Array, *operands: Any) -> list[Any]:
-        del own
-        return list(map(array_of, _evaluate(branch.jaxpr, branch.consts, operands), avals))
-
-    def mixed(own: Array, *operands: Any) -> list[Any]:
-        results = list[Any]()
-        for number, branch in enumerate(branches):
-            chosen = own == number
-            shown = [select(chosen, operand, jax.lax.stop_gradient(operand)) for operand in operands]
-            now = evaluate(branch, own, *shown)
-            results = [select(chosen, new, old) for new, old in zip(now, results, strict=True)] if number else now
-        return results
-
-    branches = equation.params["branches"]
-    shared, own = _ask(index)
-    single: list[Callable[..., list[Any]]] = [functools.partial(evaluate, branch) for branch in branches]
-    return jax.lax.switch(jnp.where(shared == _MIXED, len(branches), shared), [*single, mixed], own, *operands)
-
-
-def _safe(value: Any) -> Any:
-    """A jaxpr within a loop or a call, closed or not, with the branches in it made safe."""
-    jaxpr = getattr(value, "jaxpr", value)
-    closed = jaxpr is not value
-    if not has_branches(jaxpr):
-        return value
-    consts = value.consts if closed else []
-
-    def safe(*given: Any) -> list[Any]:
-        return list(map(array_of, _evaluate(jaxpr, consts, given), [atom.aval for atom in jaxpr.outvars]))
-
-    avals = [var.aval for var in jaxpr.invars]
-    traced = jax.make_jaxpr(safe)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
-    if closed:
-        return traced
-    return value if traced.consts else traced.jaxpr  # an open one has no place for constants
+# What is put around a chunk, or a step of one.
 
 
 @dataclass(frozen=True)
@@ -469,7 +384,7 @@ def in_bulk(chunk: Step) -> Step:
 def ready_for_chunks(loop: Loop) -> Loop:
     """The traced loop in the form in which a chunk computes the products of its steps at once."""
     # What a body closes over, rows have lifted already.
-    return with_safe_branches(loop if loop.rows is not None else lifted(loop))
+    return loop if loop.rows is not None else lifted(loop)
 
 
 def bytes_of_products(loop: Loop) -> int:
@@ -487,6 +402,9 @@ def bytes_of_products(loop: Loop) -> int:
     operands = {id(var): var for var in (each.of(e)[1] for each, e in equations)}
     kept = [var for key, var in operands.items() if key not in set(map(id, rest.invars))]
     return sum(bytes_of(var.aval) for var in (*products, *kept, *split.derivative.early.outvars))
+
+
+# Whether it pays.
 
 
 PAYS = 8

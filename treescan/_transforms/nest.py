@@ -58,7 +58,7 @@ def _run(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
 
 
 def _append(loop: Loop, ys: PyTree, last: PyTree) -> PyTree:
-    """The outputs of a loop, with those of the turns that are left. These are of the first outputs."""
+    """The outputs of a loop, with the last entries of those bodies that take one turn more: the first in the list."""
     keeps = loop.keeps or (ALL,) * len(jax.tree.leaves(ys))
     leaves, structure = jax.tree.flatten(ys)
     ends = [end for end, keep in zip(jax.tree.leaves(last), keeps, strict=False) if keep is not None]
@@ -110,7 +110,12 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     """One list of nested chunks for all wishes and for the outputs that are not kept, and the loop that runs in them.
 
     First it is decided which wishes have which size. Then each puts something around its chunks, from the innermost
-    to the outermost.
+    to the outermost. There are three kinds of wishes:
+
+    - with slots (`counted`, one at most): what it feeds was made for chunks of some size, so it has chunks of its own;
+    - outside: it goes around all others, at the smallest size that this leaves;
+    - all others, for example recomputation: each takes the size that comes nearest. Of two at one size, the last is
+      taken, as one recomputation of a chunk is enough.
     """
     if not (loop.wishes or loop.keeps):
         return loop, ()
@@ -150,7 +155,8 @@ def _places(loop: Loop, wishes: list[Wish]) -> _Places:
     others = [wish for wish in wishes if wish is not counted]
     if counted is None:
         return _nearest_places(_sizes(loop, others), others)
-    whole = counted.size == loop.length  # which may be symbolic
+    # A chunk that is the whole loop, whose length may be symbolic, or a single step cuts nothing.
+    whole = counted.size == loop.length
     sizes = _sizes(loop, others if whole else wishes)
     size = counted.size if whole or counted.size == 1 else _nearest((*sizes, loop.length), counted.size)
     return _nearest_places([other for other in sizes if other != size], others) | {size: [counted]}

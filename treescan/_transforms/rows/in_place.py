@@ -21,7 +21,8 @@ import jax
 from ..._avals import Array, PyTree, stacked_type, vary_over, varying_axes
 from ..._loop.feed import Feed
 from ..._loop.loop import Loop
-from ..._trace.hoist import Unproven, push_plainly
+from ..._trace.hoist import Unproven
+from ..._trace.transposed import push_plainly
 from ..checkpoint import is_remat3
 from ..nest import plan
 from ..outputs import emitting, is_thinned, run_keeping
@@ -95,7 +96,7 @@ class InPlace:
             def stack(given: _Given) -> Result:
                 return run_keeping(given.put_into(stacked), levels, keeps)
 
-            return push_plainly(stack, primals[0], tangents[0])
+            return push_plainly(stack, *primals, *tangents, branches=loop.hoisted.branches)
 
         function = jax.custom_jvp(lambda given: self._run(given.put_into(loop), levels[0].size))
         function.defjvp(rule, symbolic_zeros=True)

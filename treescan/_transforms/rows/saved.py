@@ -34,7 +34,7 @@ from ..._loop.loop import Loop, Step
 from ..._trace.dependence import dependent
 from ..._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
-from ..._trace.transposed import with_transpose
+from ..._trace.transposed import push_plainly, with_transpose
 from ..._tree import Part, merge, split
 from ..remat import saves_steps
 from .leaves import SCHEDULE, Schedule
@@ -137,7 +137,7 @@ def linearize(loop: Loop, part: Part) -> Linearized:
         lambda leaf: jax.typeof(leaf) if hasattr(leaf, "aval") else leaf, (loop.consts, loop.state, one)
     )
     step, types = jax.make_jaxpr(lambda *given: loop.step(*given))(*given), jax.tree.leaves(given)
-    on, y_on = _settled(step.jaxpr, part.on, first, last)
+    on, y_on = _on_in_steps(step.jaxpr, part.on, first, last)
 
     def recorded(*leaves: Any) -> tuple[Arrays, Any]:
         smooth, others = split(on, leaves)
@@ -177,8 +177,11 @@ def linearize(loop: Loop, part: Part) -> Linearized:
     )
 
 
-def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Which inputs of a step have a tangent once those of the state have settled, and which leaves of y then have."""
+def _on_in_steps(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which inputs of a step have a tangent in some step, and which leaves of y then have.
+
+    A leaf of the state without one may get one in a step. It then has one in the next, so this is asked until it stays.
+    """
     given = list(on)
     while True:
         found = dependent(jaxpr, given)
@@ -194,6 +197,8 @@ _SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "sel
 
 def _kinds(jaxpr: Any, count: int, first: int, last: int) -> list[tuple[Any, str]]:
     """The variable of each leaf of a tangent, and where it had better be, as `Where` has it.
+
+    A leaf is often an input handed on, through calls too: then it is that input, which need not be saved again.
 
     What is but selected from the consts and the feed is the same at any time, and cheaper to make again than to save.
 
@@ -291,14 +296,16 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     def saving(consts: Any, state: Arrays, fed: Feed, outputs: Arrays, schedule: Schedule) -> Result:
         return write_chunks(recording(consts, state, fed, schedule), size, outputs)
 
-    @saving.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Result, Result]:  # of a derivative of the derivative
+    def rule(primals: Any, tangents: Any) -> tuple[Result, Result]:
+        # Asked for by a derivative of this derivative alone: JAX differentiates the loop that stacks.
         schedule = primals[-1]
 
-        def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
-            return stack_chunks(recording(consts, state, fed, schedule), size, outputs)
+        def stacked(given: tuple[Any, Arrays, Feed, Arrays]) -> Result:
+            return stack_chunks(recording(*given[:3], schedule), size, given[3])
 
-        return jax.jvp(stacked, primals[:-1], tangents[:-1])
+        return push_plainly(stacked, primals[:-1], tangents[:-1], branches=loop.hoisted.branches)
+
+    saving.defjvp(rule, symbolic_zeros=True)
 
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
     leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)

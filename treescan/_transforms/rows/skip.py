@@ -247,10 +247,6 @@ class ScheduleChunks:
         rules = self.rules and loop.hoisted.products
         recomputed, only = loop.remat is not None, size == loop.length
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
-        if self.rules:
-            from ..in_bulk import with_safe_branches
-
-            loop = with_safe_branches(loop)
         lengths = rows.given.lengths if len(self.tiers) == 1 and isinstance(loop.length, int) else None
         if lengths is None:
             schedule = make_schedule(valid, size, self.tiers)

@@ -16,7 +16,6 @@ from ..._loop.feed import Feed
 from ..._loop.loop import Loop, Step, within
 from ..._loop.sizes import Around
 from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
-from ..in_bulk import MappedLater
 from ..rows.mask import masked_step
 from .condition import Condition
 from .early_exit import (
@@ -94,8 +93,7 @@ class EarlyExit:
                 raise self.refusal
             return silent
 
-        step = within(self.loop.step, Lifted, silenced)
-        return MappedLater(step) if self.hoisted.branches else step
+        return within(self.loop.step, Lifted, silenced)
 
     @property
     def length(self) -> int:
@@ -241,6 +239,7 @@ class EarlyExit:
             self.outputs,
             self.chunks.size,
             ways_of(loop, taken, self.outputs, self.chunks, branches=self.branches, rules=rules),
+            branches=self.hoisted.branches,
         )
         progress = Progress(no_tangent(saved.progress.holds), no_tangent(taken), [])
         return Saved(

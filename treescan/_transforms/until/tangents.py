@@ -24,6 +24,7 @@ from ..._loop.feed import Feed, Slot
 from ..._loop.loop import Loop, Step
 from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
+from ..._trace.transposed import mapped_later
 from ..._tree import Part
 from ..._types import Remat
 from ..checkpoint import (
@@ -194,6 +195,8 @@ def push_forward(
     outputs: StepOutputs,
     size: int,
     ways: Ways,
+    *,
+    branches: bool,
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """The tangents of the last state, of ys, and of the state at the start of each chunk, of leaves that have any.
 
@@ -205,6 +208,7 @@ def push_forward(
         outputs: the types of y.
         size: the steps of a chunk.
         ways: how the chunks are computed again.
+        branches: whether the body branches.
     """
     consts_part, x_part = parts
     step = TangentOfChunk(
@@ -238,7 +242,10 @@ def push_forward(
         return run_chunked(over, _levels_of_chunks(over.length, step))
 
     # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
-    _, (after, (d_ys, d_starts)) = jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))
+    def linear(given: Tangents) -> tuple[list[Array], Any]:
+        return jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))[1]
+
+    after, (d_ys, d_starts) = mapped_later(linear, given) if branches else linear(given)
     return after, [y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]) for y in d_ys], d_starts
 
 
