@@ -110,10 +110,10 @@ COMPACT = {
 def test_the_best_and_a_buffer_of_all_rows(options):
     def body(carry, x):
         score = jnp.sin(5 * x)
-        returned = {"best": (score, {"x": x, "pair": jnp.stack([x, -x], -1)}), "buffer": (x, x > 0)}
+        returned = {"best": (score, {"x": x, "pair": jnp.stack([x, -x], -1)}), "buffer": (x, x > 0), "own": (x, x > 0)}
         return returned, None
 
-    init = {"best": best({"x": 0.0, "pair": jnp.zeros(2)}), "buffer": buffer(0.0, 4)}
+    init = {"best": best({"x": 0.0, "pair": jnp.zeros(2)}), "buffer": buffer(0.0, 4), "own": buffer(0.0, 9, batch=(B,))}
     xs = jnp.where(VALID, XS, jnp.nan)
     final, _ = treescan.mask_scan(body, init, xs, lengths=LENGTHS, **options)
     entries = XS[VALID]  # in the order of the steps, then of the rows
@@ -122,6 +122,8 @@ def test_the_best_and_a_buffer_of_all_rows(options):
     kept = entries[entries > 0]
     assert final["buffer"].count == len(kept) > 4
     npt.assert_array_equal(final["buffer"].values, kept[:4])
+    for row, count in enumerate(final["own"].count):
+        npt.assert_array_equal(final["own"].values[:count, row], XS[VALID[:, row] & (XS[:, row] > 0), row])
 
 
 def test_the_first_of_equal_rows_is_the_best_and_nan_never_is():

@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from loops import loss_of
-from oracle import assert_close
 
 
 def derived(run: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
@@ -17,11 +16,6 @@ def derived(run: Callable[..., Any], *args: Any) -> tuple[Any, Any]:
 
 
 compiled_and_derived = functools.partial(jax.jit, static_argnums=0)(derived)
-
-
-def assert_same(ours: Callable[..., Any], theirs: Callable[..., Any], *args: Any, **tolerance: float) -> None:
-    """Equal results and gradients but for rounding. Theirs run eagerly: nothing of it is compiled twice."""
-    assert_close(compiled_and_derived(ours, *args), derived(theirs, *args), **tolerance)
 
 
 def masked_by_hand(body: Callable[..., Any], init: Any, xs: Any, mask: Any, *, reverse: bool = False) -> Any:

@@ -134,6 +134,11 @@ def test_arguments_that_do_not_fit_the_parameters(module: Any, name: str) -> Non
             called(*range(20))
 
 
+def test_what_is_given_by_name_is_not_missing() -> None:
+    with pytest.raises(treescan.ArgumentTypeError, match=r"^`scan` needs `init`"):
+        scan(f=scanned)  # type: ignore[call-arg]
+
+
 # --- names of settings ------------------------------------------------------------------------------------------------
 
 

@@ -15,6 +15,10 @@ STEPS, ROWS = 512, 8
 LENGTHS = jnp.array([512, 300, 0, 1, 64, 65, 511, 100])
 
 
+def test_tests_run_on_a_cpu():
+    assert backend.on_cpu()
+
+
 @pytest.fixture(params=["cpu", "elsewhere"])
 def kind(request, monkeypatch):
     monkeypatch.setattr(backend, "on_cpu", lambda: request.param == "cpu")

@@ -12,6 +12,7 @@ import pytest
 from jaxprs import equations
 from loops import array
 from oracle import assert_close
+from works import plain
 
 import treescan
 from treescan import Remat
@@ -72,6 +73,13 @@ def other_block(layer, x):
     return x | {"h": h}, h * 2
 
 
+def test_a_pattern_in_reverse_and_in_chunks():
+    stacks = [{"w": 1 + array(4, 2)}, {"v": 1 + array(3, 2, seed=1)}]
+    given = [block, other_block], {"h": array(2, seed=5), "s": array(2, seed=6)}, stacks
+    options = {"save": [{"h": 3, "w": "last"}, 2], "reverse": True}
+    assert_close(treescan.scan_layers(*given, remat="nested", **options), plain.scan_layers(*given, **options))
+
+
 def test_a_block_without_a_layer():
     x, stacks = {"h": array(2), "s": array(2)}, [{"w": array(1, 2)}, {"v": array(0, 2)}]
     _, (ys, none) = treescan.scan_layers([block, other_block], x, stacks, save=["last", None])
@@ -81,6 +89,17 @@ def test_a_block_without_a_layer():
 # Positions
 
 AT = np.array([0, 3, 4, 9])
+
+
+@pytest.mark.parametrize("axes", [1, -1, {"last": 0, "all": 1}])
+def test_out_axes_are_of_outputs_that_are_stacked(axes):
+    def step(c, x):
+        return c + x, {"last": c, "all": x * jnp.arange(3.0)}
+
+    save = {"last": "last", "all": "all"}
+    _, ys = treescan.scan(step, 0.0, jnp.arange(4.0), save=save, out_axes=axes)
+    assert ys["last"] == 3
+    assert_close(ys["all"], jnp.outer(jnp.arange(3.0), jnp.arange(4.0)))
 
 
 @pytest.mark.parametrize("without_jit", [False, True])

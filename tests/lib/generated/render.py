@@ -136,10 +136,10 @@ def call_options(program: Program) -> list[str]:
     first = options.get("time_axis") == "1"
     if any(x.whole or x.time != int(first) for x in program.xs):
         axes = [None if x.whole else x.time for x in program.xs]
-        options["in_axes"] = _prefix(axes)
+        options["in_axes"] = _prefix(axes) if axes[1:] != axes[:-1] or None in axes else repr(axes[0])
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]
     if any(time != int(first) for time in given):
-        options["out_axes"] = _prefix(given)
+        options["out_axes"] = _prefix(given) if given[1:] != given[:-1] else repr(given[0])
     if program.by_rows or program.flags == "lengths":
         if any(leaf.axis != 0 for leaf in program.carry):
             options["carry_axes"] = _prefix([leaf.axis for leaf in program.carry])
