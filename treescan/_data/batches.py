@@ -16,7 +16,7 @@ from .._avals import Array, ArrayLike, PyTree, describe_argument, is_key, on_aut
 from .._errors import Fault, Misuse, TracedMisuse, TypeMisuse, verb
 from .._transforms.rows.checks import check_lengths
 from .._transforms.rows.leaves import mask_of_lengths
-from .._transforms.rows.resets import refuse_split_rows
+from .._transforms.rows.spans import refuse_split_rows
 from .._types import X, Y
 from .batch import Packed, PackIndex, Padded
 from .sequences import (

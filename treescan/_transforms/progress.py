@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -139,21 +139,6 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     return meter
 
 
-@runtime_checkable
-class ShowsItself(Protocol):
-    """A `Runner` that reports how many steps it took."""
-
-    def show(self, loop: Loop, updates: int | None, showing: Showing, /) -> Loop:
-        """The loop that does so.
-
-        Args:
-            loop: the loop that it runs.
-            updates: the most reports, if the user said that.
-            showing: what is shown of the carry.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class ShowProgress(Transform):
     """`progress`: shows how far the loop has come.
@@ -179,8 +164,10 @@ class ShowProgress(Transform):
 
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
-        if isinstance(loop.runner, ShowsItself):
-            return loop.runner.show(loop, self.progress.updates, Showing(self.progress, loop, custom=self.custom))
+        if loop.limit is not None:
+            from .taken import show_taken
+
+            return show_taken(loop, self.progress.updates, Showing(self.progress, loop, custom=self.custom))
         if loop.steps:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress

@@ -437,7 +437,7 @@ class RowPlan(NamedTuple):
         """Checked flags, with what a reset restores if that is not the init."""
         if self.reset_to is None and flags.inits is None:
             return flags
-        from .._transforms.rows.resets import check_targets
+        from .._transforms.rows.reset_to import check_targets
 
         arrays, root = call.given.init, call.call.names[0]
         return check_targets(flags, self.reset_to, init, self.carries, self.time_axis, call.adopted, arrays, root)

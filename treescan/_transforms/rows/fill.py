@@ -325,7 +325,7 @@ class KeepRows(Transform):
 
 def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Sequence[Array]) -> PyTree:
     """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
-    from .resets import are_valid, ends_of
+    from .spans import are_valid, ends_of
 
     spans = loop.masked.given.spans
     assert spans is not None

@@ -212,7 +212,7 @@ def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
     spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
     if spans is None or not rows.fixed:
         return hoisted.restore(state)
-    from .resets import at_rows
+    from .spans import at_rows
 
     of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
     return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))

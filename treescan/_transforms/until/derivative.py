@@ -27,11 +27,11 @@ from .early_exit import (
     TakeChunk,
     TakeLiveRows,
     TakeStep,
+    Tell,
     all_fixed,
     axes_in_run,
     nested_sizes,
 )
-from .reports import ReportAfter, TellTaken
 from .tangents import Tangents, push_forward, ways_of
 
 
@@ -81,7 +81,7 @@ class EarlyExit:
     branches: bool
     refusal: Exception | None
     own_values: bool
-    tell: TellTaken | None
+    tell: Tell | None
 
     @functools.cached_property
     def _silent(self) -> Step:
@@ -126,7 +126,7 @@ class EarlyExit:
             stride = max(outputs.every, default=1)
             steps = () if ordered else range(1, 1 + (stride == 1))
             reported = tell.size(length, (*steps, *sizes), stride)
-            take = ReportAfter(take, tell) if reported == 1 else take
+            take = tell.around(None)(take, True) if reported == 1 else take
         loop = dataclasses.replace(loop, step=take, consts=given.reads, state=self._first(given))
 
         def around_chunk(step: Step, size: int) -> Step:

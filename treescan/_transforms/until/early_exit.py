@@ -11,7 +11,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from ..._avals import Array, LeafAxes, PyTree, is_sharded, place_like, vary_over
 from ..._loop.chunk import Level
 from ..._loop.feed import Feed
 from ..._loop.loop import Loop, Step
-from ..._loop.sizes import Wish, chunk_size, plan_sizes
+from ..._loop.sizes import Around, Wish, chunk_size, plan_sizes
 from ..._tree import Prefix, merge
 from ..._types import Remat
 from ..checkpoint import remat_sizes
@@ -265,6 +265,26 @@ def axes_in_run(loop: Loop) -> RowAxes:
     axes: RowAxes = loop.masked.axes
     others = len(jax.tree.leaves(loop.consts)) - len(axes.consts)
     return axes._replace(consts=(*axes.consts, *(None,) * others), state=(0, 0, *axes.state))
+
+
+class Tell(Protocol):
+    """Reports, from within a loop that ends early, how far it has come. It holds no array."""
+
+    @property
+    def updates(self) -> int:
+        """The most reports."""
+
+    def fit(self, chunks: Chunks) -> Chunks:
+        """The chunks, of which several together are reported if there are too many."""
+
+    def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
+        """Of chunks of these sizes, which are reported."""
+
+    def around(self, inner: Around | None) -> Around:
+        """What is put around chunks: that, and a report."""
+
+    def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
+        """Reports; `last`: that the loop has ended."""
 
 
 class Chunks(NamedTuple):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,11 +21,7 @@ from ..rows.fill import fill_leaves
 from ..rows.leaves import any_of_all, may_branch
 from .condition import Condition
 from .derivative import EarlyExit, Operands
-from .early_exit import MaskedStep, Progress, Reads, StepOutputs, all_fixed, going_on, plan_chunks
-from .reports import TellTaken, report_taken
-
-if TYPE_CHECKING:
-    from ..progress import Showing
+from .early_exit import MaskedStep, Progress, Reads, StepOutputs, Tell, all_fixed, going_on, plan_chunks
 
 _NO_GRADIENT = once_only(
     "the gradient computes each step again",
@@ -52,7 +48,7 @@ class Going(NamedTuple):
     total: Array | None
     verb: str
     run: tuple[Array, Array] | None = None
-    tell: TellTaken | None = None
+    tell: Tell | None = None
 
     def __call__(self, loop: Loop) -> Result:
         reads = Reads(loop.consts, self.condition.closed, self.limit, self.run)
@@ -61,11 +57,6 @@ class Going(NamedTuple):
         if self.tell is not None:
             self.tell(reads, progress, last=True)
         return Result(progress.state, ys, progress.taken, ~progress.holds)
-
-    def show(self, loop: Loop, updates: int | None, showing: Showing) -> Loop:
-        """The loop, which shows the steps that were taken: see `progress.ShowsItself`."""
-        run, tell = report_taken(loop, self.condition, self.total, updates, showing)
-        return loop.having(runner=self._replace(run=run, tell=tell))
 
 
 def _run_step_by_step(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, PyTree]:

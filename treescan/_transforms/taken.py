@@ -7,33 +7,32 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from ..._avals import Array, PyTree
-from ..._loop.feed import Feed
-from ..._loop.loop import Loop, Step
-from ..._loop.sizes import Around
-from ..._progress import MOST, Reporter, Tick, probes_of
-from ..progress import Showing
-from ..rows.leaves import most_of_all, most_of_devices
-from .condition import Condition
-from .early_exit import Chunks, Progress, Reads, all_fixed, whole_state
+from .._avals import Array, PyTree
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step
+from .._loop.sizes import Around
+from .._progress import MOST, Reporter, Tick, probes_of
+from .progress import Showing
+from .rows.leaves import most_of_all, most_of_devices
+from .until.condition import Condition
+from .until.early_exit import Chunks, Progress, Reads, all_fixed, whole_state
+from .until.run import Going
 
 
-def report_taken(
-    loop: Loop, condition: Condition, total: Array | None, updates: int | None, showing: Showing
-) -> tuple[tuple[Array, Array], TellTaken]:
-    """Begins the reports of a loop: int32[] each, the number of the run and its steps, and what reports them.
+def show_taken(loop: Loop, updates: int | None, showing: Showing) -> Loop:
+    """The loop, which shows the steps that were taken.
 
     Args:
         loop: the loop.
-        condition: whether another step is taken.
-        total: int32[], the number of steps, where it is known.
         updates: the most reports, if the user said that.
         showing: what is shown of the carry.
     """
-    reporter = Reporter(showing.site)
-    total = jnp.full((), -1, jnp.int32) if total is None else _largest(total)
+    going, reporter = loop.runner, Reporter(showing.site)
+    assert isinstance(going, Going)
+    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total)
     run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
-    return (run, total), TellTaken(reporter, showing, updates or MOST, condition, all_fixed(loop))
+    tell = TellTaken(reporter, showing, updates or MOST, going.condition, all_fixed(loop))
+    return loop.having(runner=going._replace(run=(run, total), tell=tell))
 
 
 def _largest(steps: Array) -> Array:
