@@ -105,7 +105,7 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
     ]
 
 
-_WITH_OPTIONS = ("_types", "_verbs.stream")
+_WITH_OPTIONS = ("_types", "_extras.stream.verb")
 
 
 def options_in(package: griffe.Module, name: str) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from picture import WIDTH, Picture
 
 import treescan
-from treescan._transforms.rows.compact import spread_tiers
-from treescan._transforms.rows.leaves import make_schedule
+from treescan._rows.compact import spread_tiers
+from treescan._rows.leaves import make_schedule
 
 LENGTHS = (6, 3, 11, 1, 4, 7, 2, 0)
 STEPS, CHUNK = 16, 4

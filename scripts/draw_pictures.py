@@ -42,7 +42,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
         "types and trees",
         (
             "_lazy, _text, _avals, _tree, _flax,",
-            "_errors, _progress, _types",
+            "_errors, _options.progress.meters, _types",
         ),
     ),
     ("custom carries", ("carries/",)),

@@ -13,7 +13,7 @@ from ._avals import Array, ArrayLike, PyTree, describe_argument, exact_int
 from ._errors import Misuse, TypeMisuse, named_fields, named_options
 
 if TYPE_CHECKING:
-    from ._progress import Progress
+    from ._options.progress.meters import Progress
     from .options import Option
 
 

@@ -12,11 +12,11 @@ import numpy as np
 from ._avals import Array, PyTree, describe_leaf, is_key
 from ._body.carry import agree, find_differences, holds
 from ._errors import ArgumentError, Misuse, Row, expect, is_jax_frame, named_options, shorten, walk_traceback
+from ._rows.axes import row_axes
+from ._rows.leaves import expand
 from ._text import table, wrap
 from ._trace.dependence import dependent
 from ._trace.hoist import smooth_part
-from ._transforms.rows.axes import row_axes
-from ._transforms.rows.leaves import expand
 from ._tree import leaves_with_path
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan

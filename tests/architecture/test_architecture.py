@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import inspect
+import itertools
 import re
 import sys
 import tomllib
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import CALLS, LAYERS, PACKAGE, imports, modules, own_imports
+from modules import BASE, CALLS, CORE as CORE_FOLDERS, EXTRAS, GROUPS, PACKAGE, imports, modules, own_imports
 
 import treescan
 from scripts import printed, script
@@ -54,20 +55,69 @@ def dotted(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def layer_of(module: str) -> int:
-    return LAYERS.index(module.split(".")[0])
+def folder_of(module: str) -> str:
+    return module.split(".")[0]
 
 
-def test_the_layers_are_all_modules() -> None:
-    assert set(LAYERS) == {module.split(".")[0] for module in modules()}, "say in LAYERS where a new module belongs"
+def group_of(module: str) -> int:
+    return next(i for i, group in enumerate(GROUPS) if folder_of(module) in group)
+
+
+def test_the_groups_are_all_modules() -> None:
+    assert sorted(itertools.chain(*GROUPS)) == sorted({folder_of(module) for module in modules()}), (
+        "say where it belongs"
+    )
 
 
 def test_imports_run_one_way() -> None:
     graph = {module: set(own_imports(module)) for module in modules()}
-    up = {m: found for m, others in graph.items() if (found := {o for o in others if layer_of(o) > layer_of(m)})}
+    up = {m: found for m, others in graph.items() if (found := {o for o in others if group_of(o) > group_of(m)})}
     assert not up
-    inner = {m: {o for o in others if "." in o or layer_of(o) < layer_of(m)} for m, others in graph.items()}
+    inner = {m: {o for o in others if "." in o or group_of(o) < group_of(m)} for m, others in graph.items()}
     list(graphlib.TopologicalSorter(inner).static_order())  # raises a CycleError that names the circle
+
+
+def users_of(*folders: str) -> dict[str, set[str]]:
+    """The modules that import from one of these folders from outside, each with what it imports."""
+    found = {
+        m: {o for o in own_imports(m) if folder_of(o) in folders} for m in modules() if folder_of(m) not in folders
+    }
+    return {module: others for module, others in found.items() if others}
+
+
+def test_of_the_core_one_file_names_options() -> None:
+    users = {module for module in users_of("_options") if folder_of(module) in (*BASE, *CORE_FOLDERS, "_faster")}
+    assert users == {"_verbs.options", "_verbs.progress"}
+
+
+def test_nothing_imports_an_extra() -> None:
+    users = users_of("_extras")
+    assert {folder_of(module) for module in users} <= set(EXTRAS)
+    extras = {module: set(own_imports(module)) for module in modules() if module.startswith("_extras.")}
+    others = {
+        m: {o for o in found if o.startswith("_extras.") and o.split(".")[1] != m.split(".")[1]}
+        for m, found in extras.items()
+    }
+    assert not {module: found for module, found in others.items() if found}, "an extra imports another"
+
+
+FOLDERS_OF_EXTRAS = {
+    "chunk_map": {"_transforms", "_remat", "_options"},
+    "describe": {"_transforms", "_remat", "_rows", "_until", "_outputs", "_faster", "_options"},
+    "lift": {"_transforms", "_outputs", "_options"},
+    "state_dict": {"_stacks"},
+    "stream": {"_outputs", "_rows", "_batches", "_options"},
+}
+"""What extras read of the core beside the verbs. `describe` explains what the core decides, so it reads all of it."""
+
+
+def test_an_extra_imports_verbs_and_little_else() -> None:
+    found: dict[str, set[str]] = {}
+    for module in modules():
+        if module.startswith("_extras."):
+            used = {folder_of(other) for other in own_imports(module)}
+            found.setdefault(module.split(".")[1], set()).update(used - set(BASE) - {"_extras", "_verbs", "_arguments"})
+    assert found == FOLDERS_OF_EXTRAS
 
 
 def test_lax_scan_is_called_in_one_place() -> None:
@@ -120,9 +170,10 @@ OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
 
 
 REWRITING = {
-    "_cpu.writes", "_trace.cost", "_trace.dependence", "_trace.transposed", "_transforms.budget",
-    "_transforms.in_bulk", "_transforms.products", "_transforms.remat", "_transforms.rows.compact",
-    "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.rows.writing",
+    "_faster.cpu.writes", "_trace.cost", "_trace.dependence", "_trace.transposed",
+    "_remat.budget",
+    "_faster.in_bulk", "_faster.products", "_remat.remat", "_rows.compact",
+    "_faster.in_place", "_faster.saved", "_faster.writing",
 }  # fmt: skip
 
 

@@ -11,10 +11,10 @@ import pytest
 
 import treescan
 from scripts import ROOT, script
-from treescan._progress import MOST
-from treescan._transforms.budget import MARGIN
-from treescan._transforms.remat import LARGE, LEAST_STEPS
-from treescan._transforms.rows.compact import LARGE_PARTS, MOST_EQUATIONS, MOST_TIERS
+from treescan._options.progress.meters import MOST
+from treescan._remat.budget import MARGIN
+from treescan._remat.remat import LARGE, LEAST_STEPS
+from treescan._rows.compact import LARGE_PARTS, MOST_EQUATIONS, MOST_TIERS
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "treescan").rglob("*.py"))]
 TEXTS = {str(file.relative_to(ROOT)): re.sub(r"\s+", " ", file.read_text()) for file in FILES}

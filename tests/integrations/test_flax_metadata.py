@@ -181,4 +181,4 @@ def test_a_number_in_a_variable_is_one_of_each_layer() -> None:
 
 
 def test_flax_calls_the_name_as_it_is_called_here() -> None:
-    assert nnx.PARTITION_NAME == meta.PARTITION_NAME == treescan._data.layer_axis._PARTITION_NAME
+    assert nnx.PARTITION_NAME == meta.PARTITION_NAME == treescan._stacks.layer_axis._PARTITION_NAME

@@ -7,12 +7,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
-# A module imports from itself and from those before it; no two modules import each other.
-LAYERS = [
-    "_lazy", "_text", "_avals", "_tree", "_flax", "_errors", "_progress", "_types", "carries", "_loop", "_trace",
-    "_cpu", "_body", "_transforms", "_arguments", "_data", "_describe", "_stream", "_verbs", "testing", "__init__",
-    "__main__", "integrations",
-]  # fmt: skip
+# A module imports from its own group and from those before it, and no two modules import each other.
+BASE = ("_lazy", "_text", "_avals", "_tree", "_flax", "_errors", "_types", "carries", "_loop", "_trace", "_body")
+CORE = ("_transforms", "_outputs", "_remat", "_rows", "_until", "_arguments", "_stacks", "_batches", "_verbs")
+ASKED = ("_faster", "_options", "options")
+"""What the core asks for when a call needs it: nothing of the core imports it at its head."""
+EXTRAS = ("_extras", "testing", "__init__", "__main__", "integrations")
+GROUPS = [*((name,) for name in BASE), (*CORE, *ASKED), EXTRAS]
 
 
 # What loads all that three verbs need.

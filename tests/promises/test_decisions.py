@@ -15,7 +15,7 @@ from generated.decisions import PLANS, Case, Data, by_hand, by_library, distance
 import treescan
 from examples import checkpoint_of_max
 from treescan import Remat
-from treescan._transforms.checkpoint import compares, decides
+from treescan._remat.checkpoint import compares, decides
 
 pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64:UserWarning")
 

@@ -15,18 +15,18 @@ from oracle import compiled
 from primitive_cases import CHUNK, ENTRIES, Example, _closed_call, examples, tables
 
 import treescan
-from treescan._trace import equations as equations_module
-from treescan._trace.cost import TRANSCENDENTAL
-from treescan._trace.dependence import _RULES, dependent
-from treescan._transforms import in_bulk, products
-from treescan._transforms.checkpoint import (
+from treescan._faster.in_bulk import compute_early
+from treescan._faster.products import _CALLS, _OF_EACH_STEP, PRODUCTS
+from treescan._remat.checkpoint import (
     _COMPLEX_OF_REAL,
     SaveDecisions,
     is_decision,
 )
-from treescan._transforms.in_bulk import compute_early
-from treescan._transforms.products import _CALLS, _OF_EACH_STEP, PRODUCTS
-from treescan._transforms.until.tangents import _OF_ONE_ARRAY, _PRODUCTS, save_costly
+from treescan._trace import equations as equations_module
+from treescan._trace.cost import TRANSCENDENTAL
+from treescan._trace.dependence import _RULES, dependent
+from treescan._transforms import in_bulk, products
+from treescan._until.tangents import _OF_ONE_ARRAY, _PRODUCTS, save_costly
 
 TABLES = tables()
 EARLY = sorted((_OF_EACH_STEP | _CALLS) & ENTRIES.keys() - {"pvary"})  # that is for within a shard_map only

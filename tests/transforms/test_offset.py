@@ -15,7 +15,7 @@ from traces import Counted
 
 import treescan
 from treescan._body.signature import MASK_SCAN, SCAN
-from treescan._transforms.rows.axes import RowFlags
+from treescan._rows.axes import RowFlags
 from treescan._verbs.prepare import RowPlan, run_scan
 
 T, B, H = 12, 3, 4

@@ -17,8 +17,8 @@ from oracle import assert_close, compiled
 from thin import parametrize
 
 import treescan
-import treescan._transforms.in_bulk as in_bulk
-import treescan._transforms.remat as auto_remat
+import treescan._faster.in_bulk as in_bulk
+import treescan._remat.remat as auto_remat
 from treescan._trace.cost import count_operations
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3

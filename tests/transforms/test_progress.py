@@ -16,7 +16,7 @@ from thin import slow
 
 import treescan
 from treescan import Progress
-from treescan._progress import RUNS, Site
+from treescan._options.progress.meters import RUNS, Site
 from treescan.carries import ema
 
 pytestmark = pytest.mark.quick
@@ -253,7 +253,7 @@ def test_loops_within_loops_have_bars_within_bars():
 
 
 def test_an_abandoned_run_is_closed_by_the_next_one(monkeypatch):
-    monkeypatch.setattr("treescan._progress.PATIENCE", 0)
+    monkeypatch.setattr("treescan._options.progress.meters.PATIENCE", 0)
 
     def failing(carry, x):
         def check(n):
@@ -398,7 +398,7 @@ def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
 
 
 def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
-    monkeypatch.setattr("treescan._transforms.progress.has_tqdm", lambda: False)
+    monkeypatch.setattr("treescan._options.progress.show.has_tqdm", lambda: False)
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     treescan.scan(step, init(), XS, progress=True)

@@ -17,7 +17,7 @@ from thin import slow
 
 import treescan
 from treescan import Progress
-from treescan._progress import GROWTH, INTERVAL, NEVER, RUNS, SHARE, Pace
+from treescan._options.progress.meters import GROWTH, INTERVAL, NEVER, RUNS, SHARE, Pace
 
 pytestmark = pytest.mark.quick
 
@@ -48,14 +48,14 @@ def no_loop_has_run_before(monkeypatch):
 @pytest.fixture
 def rare(monkeypatch):
     """As if each run took no time."""
-    monkeypatch.setattr("treescan._progress.INTERVAL", 1e6)
+    monkeypatch.setattr("treescan._options.progress.meters.INTERVAL", 1e6)
 
 
 @pytest.fixture
 def often(monkeypatch):
     """As if each chunk took longer than it is to take between two reports."""
-    monkeypatch.setattr("treescan._progress.INTERVAL", 0.0)
-    monkeypatch.setattr("treescan._progress.SHARE", np.inf)
+    monkeypatch.setattr("treescan._options.progress.meters.INTERVAL", 0.0)
+    monkeypatch.setattr("treescan._options.progress.meters.SHARE", np.inf)
 
 
 # The pace.

@@ -14,7 +14,7 @@ from oracle import assert_close
 
 import treescan
 from treescan import Remat
-from treescan._transforms.checkpoint import count_parts, divide
+from treescan._remat.checkpoint import count_parts, divide
 
 
 def test_fori_of_a_traced_range():

@@ -31,7 +31,7 @@ INIT, XS = jnp.zeros((8, 64)), {"a": jnp.ones((1000, 8, 64))}
 def _no_plans_but_its_own(request, monkeypatch):
     """Each further plan is two more traces; tests of plans have them in their names."""
     if "plan" not in request.node.name:
-        monkeypatch.setattr(treescan._describe.plans, "OTHERS", ())
+        monkeypatch.setattr(treescan._extras.describe.plans, "OTHERS", ())
 
 
 # Bytes
@@ -211,7 +211,7 @@ FAST = ("mask_scan", "while_scan", "pattern")
 )
 def test_every_verb(name, monkeypatch):
     monkeypatch.setattr(treescan._text, "WIDTH", 78)
-    monkeypatch.setattr(treescan._describe.description, "WIDTH", 78)
+    monkeypatch.setattr(treescan._extras.describe.description, "WIDTH", 78)
     verb, args, options = CALLS[name]
     found = describe(verb, *args, **options)
     assert found.plan.bytes > 0 and found.plan.refusal is None and found.plan.evaluations >= 1

@@ -23,9 +23,9 @@ from .feed import Feed
 from .replaced import replacement
 
 if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
+    from .._rows.axes import Rows
     from .._trace.hoist import Hoisted
     from .._transforms.call import Arguments
-    from .._transforms.rows.axes import Rows
     from .._types import Remat
     from .sizes import Wish
 

@@ -18,8 +18,8 @@ from .._loop.feed import Feed
 from .._loop.loop import Body, Callee, Loop, Lowering, Memo, in_turn
 
 if TYPE_CHECKING:
-    from .rows.axes import RowFlags
-    from .until.end_early import Bounds
+    from .._rows.axes import RowFlags
+    from .._until.end_early import Bounds
 
 
 @dataclass(frozen=True)

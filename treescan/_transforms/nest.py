@@ -16,10 +16,10 @@ from .._loop.feed import Feed
 from .._loop.loop import Loop, Result, Step, is_untraced
 from .._loop.sizes import Wish, plan_sizes
 from .._loop.turns import Turns
+from .._outputs.outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
+from .._remat.checkpoint import Checkpointed
 from .._trace.hoist import Hoisted, traced
 from .._tree import merge, split
-from .checkpoint import Checkpointed
-from .outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
 
 
 def run_nested(loop: Loop) -> Any:

@@ -14,11 +14,12 @@ from .._avals import Array, ArrayLike, PyTree, describe_traced
 from .._body.call import check_callable
 from .._body.signature import FORI
 from .._errors import Misuse, TracedMisuse, expect, expect_int, explain, in_own_words, verb
+from .._rows.fill import KeepRows
+from .._rows.mask import Mask
 from .._transforms.axes import Count
-from .._transforms.rows.fill import KeepRows
-from .._transforms.rows.mask import Mask
 from .._types import Carry, ForiOptions, KeyedIndexBody, KeyedRange, RangeOptions, Returned
-from .prepare import prepare, recomputing, returned
+from .options import checking, recomputing, showing
+from .prepare import prepare, returned
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -98,8 +99,8 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
-            from .._transforms.remat import Recompute, check_remat
-            from .._transforms.until.end_early import Bounds, EndEarly, refusing_forward_mode
+            from .._remat.remat import Recompute, check_remat
+            from .._until.end_early import Bounds, EndEarly, refusing_forward_mode
 
             plan = check_remat(remat)
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
@@ -108,11 +109,11 @@ def fori(
             with refusing_forward_mode():
                 result = call.run(
                     EndEarly(),
-                    call.checking(checks, ends_early=True),
+                    checking(checks, call, ends_early=True),
                     Mask.of(0),
                     KeepRows.of(None, 0),
                     Recompute.of(plan),
-                    call.showing(progress),
+                    showing(progress, call),
                 )
             return returned(result, 0)
         low = check_bound(lower, "lower")
@@ -124,7 +125,7 @@ def fori(
                 "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
             )
         call = prepare(FORI, f, init, length=length, **options)
-        result = call.run(Count(low), call.checking(checks), recomputing(remat), call.showing(progress))
+        result = call.run(Count(low), checking(checks, call), recomputing(remat), showing(progress, call))
         return returned(result, 0)
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)

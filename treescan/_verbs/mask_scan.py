@@ -10,14 +10,14 @@ from .._avals import Array, ArrayLike, PyTree
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
 from .._errors import explain, in_own_words, verb
-from .._transforms.rows.axes import RowFlags
-from .._transforms.rows.checks import check_chunk, check_compact, check_time_axis
-from .._transforms.rows.fill import check_fill
+from .._rows.axes import RowFlags
+from .._rows.checks import check_chunk, check_compact, check_time_axis
+from .._rows.fill import check_fill
 from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, Returned, ScanBody, ValidBody, X, Y
 from .prepare import RowPlan, returned, row_axes, rows_of, run_scan
 
 if TYPE_CHECKING:
-    from .._data.batch import Packed, Padded
+    from .._batches.batch import Packed, Padded
 
     Rows: TypeAlias = Padded[X] | Packed[X]
     """A batch of rows: xs that say of which lengths they are."""

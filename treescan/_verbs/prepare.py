@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
@@ -21,30 +20,41 @@ from .._arguments import (
     resolve_axes,
 )
 from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
-from .._body.call import carry_name, check_callable, names_of, takes_keyword
+from .._body.call import carry_name, check_callable, takes_keyword
 from .._body.registered import refuse_unregistered
-from .._body.signature import FORI, Convention
+from .._body.signature import Convention
 from .._body.traced import note_numbers
-from .._errors import CarryError, Cure, Fault, Misuse, TreescanError, describe_body, verb
+from .._errors import CarryError, Cure, Fault, Misuse, TreescanError
 from .._loop.loop import Body, Result
+from .._outputs.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
+from .._rows.axes import RowFlags
+from .._rows.checks import check_rows
+from .._rows.fill import KeepRows
+from .._rows.mask import Mask
+from .._rows.over_rows import OverRows
+from .._rows.skip import Skip
 from .._transforms.axes import OverAxes, static_axes
 from .._transforms.call import Arguments, Call
-from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Program, execute
-from .._transforms.rows.axes import RowFlags
-from .._transforms.rows.checks import check_rows
-from .._transforms.rows.fill import KeepRows
-from .._transforms.rows.mask import Mask
-from .._transforms.rows.over_rows import OverRows
-from .._transforms.rows.skip import Skip
 from .._transforms.transform import Transform, in_order
 from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Axes, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
+from .options import (
+    checking,
+    dividing,
+    of_strangers,
+    recomputing,
+    recording,
+    restored_by,
+    showing,
+    strided,
+    truncating,
+    with_report,
+)
+from .progress import silent
 
 if TYPE_CHECKING:
-    from .._progress import Progress
-    from .._transforms.progress import ShowProgress
     from ..options import Option
 
 
@@ -106,59 +116,6 @@ class Prepared:
         each = (self.axes, *self.other_axes)
         return OverAxes(each) if any(axes is not None for axes in each) else None
 
-    def showing(self, progress: ProgressLike) -> ShowProgress | None:
-        """The transform of `progress`, or None if nothing is shown. None: what the context says."""
-        progress = shown_around(self.call) if progress is None else progress
-        if progress is None or progress is False:
-            return None
-        from .._transforms.progress import ShowProgress
-
-        call = self.call
-        return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
-
-    def checking(self, value: Any, *, ends_early: bool = False, layers: bool = False) -> Transform | None:
-        """The transform of what `check_finite` says, or None if nothing is looked at.
-
-        Args:
-            value: what it says.
-            ends_early: whether the loop may skip steps.
-            layers: whether it is a loop over layers.
-        """
-        if value is False:
-            return None
-        from .._transforms.finite.case import About, Slices, check_value
-        from .._transforms.finite.check import CheckFinite
-
-        check_value(value)
-        calls, told, xs = self.call.each, list[About](), self.given.xs
-        steps = sum(call.length for call in calls) if layers else None
-        each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
-        for place, (call, axes, own) in enumerate(each):
-            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
-            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
-            about = About(
-                f"`{call.convention.verb}` over {describe_body(call.body.function)}",
-                call.convention is FORI,
-                bool(call.custom),
-                ends_early,
-                place if layers else None,
-                steps,
-                len(calls),
-                call.convention.records,
-                slices,
-                roots,
-            )
-            told.append(about)
-        return CheckFinite(tuple(told), value == "return")
-
-    def strided(self, save: Save) -> Save:
-        """What `save` says, with a number in place of positions that are those of every k-th output."""
-        if self.given.offset is not None or not _has_positions(save):
-            return save
-        from .._transforms.positions import with_strides
-
-        return with_strides(save, self.call.length)
-
     def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
         """Runs the call with these transforms, in the order of their stages; None is skipped.
 
@@ -170,7 +127,7 @@ class Prepared:
         Returns:
             The last state and ys; a `Result` if there is more. Its `evidence` is the report that the user gets.
         """
-        program = Program(self.call, in_order(*foreign(self.options), *transforms))
+        program = Program(self.call, in_order(*of_strangers(self.options), *transforms))
         if self.given.offset is not None:
             for transform in program.transforms:
                 transform.refuse_part(self.call, self.given)
@@ -188,16 +145,7 @@ class Prepared:
                 if not self.options:
                     _refuse_exchanged(self.call, self.given, error)
                 raise
-        if [each for each in program.transforms if getattr(each, "returned", False)]:
-            from .._transforms.finite.check import FiniteReport
-
-            result = Result(*result)
-            result = result._replace(evidence=FiniteReport.of(result.evidence or ()))
-        elif isinstance(result, Result) and result.evidence is not None:
-            from .._transforms.finite.check import deliver
-
-            deliver(result.evidence)
-            result = result._replace(evidence=None).short
+        result = with_report(result, program.transforms)
         return restored(result, self.call, self.adopted)
 
     def _note_numbers(self, error: Exception) -> None:
@@ -237,60 +185,6 @@ def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
 
 _OF_OTHER_VALUES = (TypeError, ValueError, AttributeError, LookupError)
 """What a body raises of values of other types than it was written for."""
-
-
-def recomputing(remat: Any) -> Transform | None:
-    """The transform of `remat`, or None if nothing is recomputed."""
-    if remat is None:
-        return None
-    from .._transforms.remat import Recompute
-
-    return Recompute.of(remat)
-
-
-def _has_positions(save: Save) -> bool:
-    return not isinstance(save, str) and any(map(is_positions, Prefix.of(save).leaves))
-
-
-def recording(save: Any) -> Transform | None:
-    """The transform of positions in `save`, or None if there are none."""
-    if not _has_positions(save):
-        return None
-    from .._transforms.positions import RecordOutputs
-
-    return RecordOutputs.of(save)
-
-
-def foreign(options: Any) -> list[Transform]:
-    """The transforms of options of strangers."""
-    if options is None or (isinstance(options, list | tuple) and not options):
-        return []
-    from .._transforms.foreign import of_strangers
-
-    return of_strangers(options)
-
-
-def truncating(truncate: Any) -> Transform | None:
-    """The transform of `truncate`, or None if no gradient is cut."""
-    if truncate is None:
-        return None
-    from .._transforms.truncate import Truncate
-
-    return Truncate.of(truncate)
-
-
-def dividing(flags: RowFlags) -> list[Transform]:
-    """The transforms of what divides rows into segments: `resets`, `reset_to` and packed sequences."""
-    if flags.resets is None:
-        return []
-    from .._transforms.rows.resets import BeginSegments, EndsOfSequences, ResetRows
-
-    segments: list[Transform] = [ResetRows()]
-    if flags.to is not None or flags.inits is not None:
-        segments.append(BeginSegments())
-    if flags.spans is not None:
-        segments.append(EndsOfSequences())
-    return segments
 
 
 def prepare(
@@ -437,10 +331,8 @@ class RowPlan(NamedTuple):
         """Checked flags, with what a reset restores if that is not the init."""
         if self.reset_to is None and flags.inits is None:
             return flags
-        from .._transforms.rows.reset_to import check_targets
-
         arrays, root = call.given.init, call.call.names[0]
-        return check_targets(flags, self.reset_to, init, self.carries, self.time_axis, call.adopted, arrays, root)
+        return restored_by(flags, self.reset_to, init, self.carries, self.time_axis, call.adopted, arrays, root)
 
 
 def _without_refs(
@@ -499,17 +391,17 @@ def run_scan(
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
     call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
-    save = call.strided(save)
+    save = strided(save, call)
     if rows is None:
         return call.run(
             call.over_axes,
-            call.checking(check_finite),
+            checking(check_finite, call),
             MoveOutputs.of(out_axes, save),
             recomputing(remat),
             truncating(truncate),
             recording(save),
             KeepOutputs.of(save),
-            call.showing(progress),
+            showing(progress, call),
             donates=donates,
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
@@ -518,7 +410,7 @@ def run_scan(
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
         rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
-        call.checking(check_finite),
+        checking(check_finite, call),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
         *dividing(flags),
@@ -527,79 +419,6 @@ def run_scan(
         KeepRows(kept, filled),
         recomputing(remat),
         Skip(rows.chunk, rows.compact),
-        call.showing(progress),
+        showing(progress, call),
         donates=donates,
     )
-
-
-_context: Any = None
-"""A context of JAX, which is a part of what JAX finds its programs by.
-
-It is made when it is first needed, because JAX then compiles each program once more.
-"""
-
-
-def around() -> Progress | None:
-    """What the context shows; None: there is none."""
-    return None if _context is None else _context.value
-
-
-def silent() -> contextlib.AbstractContextManager[Any]:
-    """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
-    return contextlib.nullcontext() if around() is None else _context(None)
-
-
-def shown_around(call: Call) -> Progress | None:
-    """What is shown of a call that does not mention `progress`. Steps whose number is symbolic are not shown."""
-    shown = around()
-    if shown is None or not isinstance(call.length, int):
-        return None
-    from .._transforms.progress import label_of
-
-    verb = call.convention.verb
-    name = label_of(call.body, verb)
-    return dataclasses.replace(shown, label=shown.label or (name if name == verb else f"{verb} {name}"))
-
-
-@verb
-def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextManager[None]:
-    """Shows a bar for each loop of treescan within the context, also for those in the code of other libraries.
-
-    A loop that runs in a step of another loop of treescan has no bar, or it would have one in each step. A call's own
-    `progress` takes precedence: `progress=False` shows nothing. Loops that cannot have a bar run without.
-
-    A function under `jax.jit` is traced and compiled once more within the context, and keeps its old program outside.
-    When a process opens its first context, JAX also drops what it has compiled before. Open that one while no other
-    thread runs JAX. A context belongs to the thread that opens it.
-
-    Args:
-        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates` and `meter`. Without a
-            label, a bar has the names of the verb and of the body. False and None: no bars within, not even if the
-            context is within another.
-
-    Returns:
-        A context manager.
-
-    Raises:
-        ArgumentError: for a `Progress` that cannot be had, or with `show`.
-        ArgumentTypeError: if it is of another type.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import treescan
-        >>> def library_code(xs):
-        ...     return treescan.fold(lambda h, x: h + x, 0.0, xs)
-        >>> with treescan.progress():
-        ...     total = library_code(jnp.ones(100))
-    """
-    global _context
-    from .._transforms.progress import check_settings
-
-    checked = check_settings(progress)
-    if checked is not None and checked.show:
-        raise Misuse(
-            "{call}: `show` of a `Progress` is for a single loop, and the context may contain others.",
-            "Give it to the call of that loop, as its `progress`.",
-        )
-    _context = _context or jax.make_user_context(None)
-    return _context(checked)

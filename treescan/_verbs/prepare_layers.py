@@ -36,16 +36,17 @@ from .._body.call import are_alike
 from .._body.carry import StateAndY
 from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
-from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, speaking_of
 from .._loop.loop import Body, Result
+from .._outputs.outputs import KeepOutputs, MoveOutputs
+from .._stacks.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._transforms.call import Arguments, Call
-from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.transform import Transform
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt
-from .prepare import Prepared, body_of, first_position, recording
+from .options import checking, recording, showing
+from .prepare import Prepared, body_of, first_position
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
@@ -236,7 +237,7 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
     if remat is None:
         return None
-    from .._transforms.remat import check_remat
+    from .._remat.remat import check_remat
 
     if not isinstance(remat, list | tuple):
         return check_remat(remat)
@@ -418,11 +419,11 @@ def _transforms(
     """What the options of a verb over layers do."""
     within: tuple[Transform | None, ...] = (prepared.over_axes,)
     if caches and plans is None:
-        from .._transforms.states import CarryStates
+        from .._stacks.states import CarryStates
 
         within += (CarryStates.of(caches),)
     if plans is not None:
-        from .._transforms.remat import Recompute
+        from .._remat.remat import Recompute
 
         within += (Recompute(plans),)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
@@ -431,11 +432,11 @@ def _transforms(
     axes = out_axes if of_all else _of_outputs(out_axes, 0, stacks, caches)
     return (
         *within,
-        prepared.checking(check_finite, layers=True),
+        checking(check_finite, prepared, layers=True),
         None if in_place else MoveOutputs.of(axes, saves),
         recording(saves),
         KeepOutputs.of(saves),
-        prepared.showing(progress),
+        showing(progress, prepared),
     )
 
 

@@ -14,10 +14,10 @@ from .._avals import Array, LeafAxes, PyTree
 from .._body.signature import WHILE_SCAN
 from .._errors import WHILE_WORDS, Misuse, explain, in_own_words, verb
 from .._loop.loop import Body
-from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.rows.checks import check_compact
-from .._transforms.rows.fill import HOLD, KeepRows, check_fill
-from .._transforms.rows.mask import Mask
+from .._outputs.outputs import MoveOutputs, check_save
+from .._rows.checks import check_compact
+from .._rows.fill import HOLD, KeepRows, check_fill
+from .._rows.mask import Mask
 from .._tree import short_html, short_repr
 from .._types import (
     Axes,
@@ -39,7 +39,8 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import prepare, recording, refuse_batches, row_axes
+from .options import checking, recording, showing
+from .prepare import prepare, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -219,9 +220,9 @@ def while_scan(
     """
     try:
         # Here, not above: only loops that end early load what runs them.
-        from .._transforms.remat import Recompute, check_remat
-        from .._transforms.until.condition import check_condition
-        from .._transforms.until.end_early import EndEarly, refusing_forward_mode
+        from .._remat.remat import Recompute, check_remat
+        from .._until.condition import check_condition
+        from .._until.end_early import EndEarly, refusing_forward_mode
 
         check_options(options, _ACCEPTED, _REFUSES)
         check_condition(cond)
@@ -236,13 +237,13 @@ def while_scan(
         with refusing_forward_mode():
             result = call.run(
                 EndEarly(condition, *rows, call.axes, compact),
-                call.checking(check_finite, ends_early=True),
+                checking(check_finite, call, ends_early=True),
                 MoveOutputs.of(out_axes, save),
                 Mask.of(filled),
                 recording(save),
                 KeepRows.of(check_save(save), filled),
                 Recompute.of(plan),
-                call.showing(progress),
+                showing(progress, call),
             )
         found = WhileResult(result.state, result.ys, result.steps, result.stopped)
         return found if result.evidence is None else (found, result.evidence)

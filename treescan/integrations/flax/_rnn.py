@@ -19,12 +19,22 @@ from jax.core import Tracer
 
 from ..._avals import Array, ArrayLike, PyTree, describe_argument, dtype_of, shape_of
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, Fault, explain
+from ..._extras.lift.groups import (
+    Groups,
+    GroupStep,
+    Rngs,
+    Roles,
+    State,
+    broadcast_of,
+    carry_of,
+    refuse_made,
+    split_keys,
+)
 from ..._loop.run import named_signature
-from ..._progress import shown_as
-from ..._transforms.rows.checks import check_chunk, check_compact
+from ..._options.progress.meters import shown_as
+from ..._rows.checks import check_chunk, check_compact
 from ..._tree import Root, leaves_with_path, named_roots
 from ..._types import ProgressLike, RematLike
-from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.prepare import refuse_report
 from ..._verbs.scan import scan

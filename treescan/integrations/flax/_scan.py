@@ -15,8 +15,7 @@ from flax.linen.transforms import lift_transform
 from ..._avals import PyTree, describe_node
 from ..._body.signature import LIFT
 from ..._errors import GROUP_WORDS, BodyFault, Fault, explain, named_options, verb
-from ..._types import ProgressLike, RematLike, Save
-from ..._verbs.groups import (
+from ..._extras.lift.groups import (
     Groups,
     GroupStep,
     Rngs,
@@ -28,6 +27,7 @@ from ..._verbs.groups import (
     run_groups,
     transformed,
 )
+from ..._types import ProgressLike, RematLike, Save
 
 Group: TypeAlias = Sequence[Mapping[str, Any]]
 """Collections, or rngs, by their names, for each scope."""

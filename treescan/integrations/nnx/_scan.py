@@ -11,7 +11,7 @@ from flax import nnx
 
 from ..._body.call import check_callable
 from ..._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, expect, explain, verb
-from ..._progress import shown_as
+from ..._options.progress.meters import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, ProgressLike, RematLike
 from ..._verbs.prepare import refuse_report

@@ -1,1 +1,0 @@
-"""Stacks of layers, and batches of sequences."""

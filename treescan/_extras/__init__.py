@@ -1,0 +1,1 @@
+"""What is built of the verbs. Nothing in the core knows it."""

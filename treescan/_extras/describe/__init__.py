@@ -1,0 +1,1 @@
+"""`describe` and the plans of memory."""

@@ -1,0 +1,1 @@
+"""`lift`, and the groups of flax."""

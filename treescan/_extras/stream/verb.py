@@ -1,0 +1,369 @@
+"""`stream` and `stream_parts`: a scan over a source that need not fit into memory, in parts."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Generator
+from typing import Any, Generic, Literal, Required, Unpack, overload
+
+import numpy as np
+
+from ..._arguments import check_length, check_options, check_reverse
+from ..._avals import Array, ArrayLike, PyTree
+from ..._body.signature import STREAM
+from ..._errors import STREAM_WORDS, expect, expect_int, explain, verb
+from ..._types import (
+    Carry,
+    CheckpointLike,
+    KeyedBody,
+    KeyedValidBody,
+    KeyOption,
+    ProgressLike,
+    Save,
+    ScanBody,
+    StreamOptions,
+    ValidBody,
+    Y,
+)
+from ..._verbs.prepare import body_of, run_scan
+from ..._verbs.progress import around
+from .run import Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
+from .sources import source_of
+
+_NO_GRADIENT = "no gradient flows between the parts of a stream. `treescan.scan` takes it."
+_STEPS_FIRST = "the first axis of a source and of ys is the steps."
+_REFUSES = {
+    "truncate": _NO_GRADIENT,
+    "remat": _NO_GRADIENT,
+    "in_axes": _STEPS_FIRST,
+    "out_axes": _STEPS_FIRST,
+    "offset": "positions count from the first step of the source.",
+}
+
+
+class PartsOptions(StreamOptions, total=False):
+    """The options of `stream_parts`, less `key`."""
+
+    save: Save
+
+
+class KeyedParts(PartsOptions, KeyOption):
+    """The options of `stream_parts` for a body that takes a key."""
+
+
+class EachPart(PartsOptions, Generic[Carry, Y], total=False):
+    """The options of `stream`, less `key`."""
+
+    on_part: Callable[[Part[Carry, Y]], object] | None
+
+
+class KeyedEach(EachPart[Carry, Y], KeyOption):
+    """The options of `stream` for a body that takes a key."""
+
+
+class LastPart(StreamOptions, Generic[Carry, Y], total=False):
+    """The options of `stream` that keeps the last output, less `key`."""
+
+    save: Required[Literal["last"]]
+    on_part: Callable[[Part[Carry, Y]], object] | None
+
+
+class KeyedLast(LastPart[Carry, Y], KeyOption):
+    """The options of `stream` that keeps the last output, for a body that takes a key."""
+
+
+# One overload for each kind of body, with `save="last"` and without.
+@overload
+def stream(
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[EachPart[Carry, Y]]
+) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[EachPart[Carry, Y]]
+) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedLast[Carry, Y]]
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
+) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedLast[Carry, Y]]
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
+) -> tuple[Carry, Any]: ...
+@verb
+def stream(
+    f: Callable[..., Any],
+    init: PyTree,
+    source: Any = None,
+    *,
+    chunk: int,
+    length: int | None = None,
+    lengths: ArrayLike | None = None,
+    remainder: Literal["run", "mask"] = "run",
+    key: Array | None = None,
+    save: Save = "all",
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    on_part: Callable[[Part[Any, Any]], object] | None = None,
+    checkpoint: CheckpointLike = None,
+    prefetch: int = 1,
+    donate: bool | None = None,
+    progress: ProgressLike = None,
+    check_finite: bool = False,
+    name: str | None = None,
+    **unknown: Any,
+) -> tuple[Any, Any]:
+    """Scans over a source that need not fit into memory, in parts of `chunk` steps.
+
+    Each part is one call of the same compiled scan. While it runs on the device, a thread reads the next part, and
+    `on_part` receives the outputs of the one before. Carries, outputs and keys are those of one scan over the whole
+    source. The memory is that of two parts.
+
+    Args:
+        f: the body, `f(carry, x) -> (carry, y)`, as for `treescan.scan`. It may take `key` and `valid`.
+        init: the carry that the first step receives.
+        source: what is scanned over: arrays `[T, ...]` in memory of the host, for example a `np.memmap`, or a tree of
+            them; a function of (start, n) that returns the n steps from `start` on, with `length`; an iterator over
+            parts of `chunk` steps, of which the last may be shorter; or None, with `length`.
+        chunk: the number of steps of a part. The last part may have fewer.
+        length: the number of steps T. An iterator is read no further; without it, to its end.
+        lengths: int[*batch], as for `treescan.mask_scan`, over the whole run. The outputs of padded steps are 0.
+        remainder: "run" runs a last part of fewer steps as a program of its own, whose bits are those of one scan.
+            "mask" pads it: one program is compiled, whose steps are masked in all parts, so that it may round in
+            another way. With `lengths`, or for a body that takes `valid`, it is always padded.
+        key: a PRNG key, as for `treescan.scan`. Positions count over the whole run.
+        save: which outputs to keep, as for `treescan.scan`, except for positions. A number must divide `chunk`.
+        reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
+        unroll: how many steps are compiled into one iteration of the loop.
+        on_part: called with each `treescan.Part` in turn, when the next part is on its way. Without it, outputs are
+            dropped.
+        checkpoint: a folder, or a `treescan.Checkpoint`, where the state of the run is saved: the same call continues
+            from there. It needs `orbax-checkpoint`.
+        prefetch: how many parts are read ahead, each of which takes memory. 0: parts are read in the caller's thread.
+        donate: whether the memory of each carry becomes that of the next one. The carry of a `Part` can then not be
+            read. None: only without `on_part`. `init` is copied.
+        progress: show a bar for the whole run, as for `treescan.scan`. It moves after each part.
+        check_finite: True checks the carry after each step, as for `treescan.scan`. Each part is then waited for.
+        name: the name of the loop in profilers.
+
+    Returns:
+        The final carry, and what `save="last"` keeps: the last y of the run, or of each row. It is None for outputs
+        that are kept otherwise.
+
+    Raises:
+        ArgumentError: if an argument is out of range or does not fit; if the source ends before `length`, has no steps,
+            or has a part of another type or length.
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        CheckpointError: if a checkpoint cannot be written, or is that of another run.
+        NonFiniteError: if `check_finite` finds something.
+        SignatureError: as `treescan.scan`.
+        TracedArgumentError: under a transformation of JAX. The loop over parts runs on the host.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> import treescan
+        >>> def step(total, x):
+        ...     return total + x, total + x
+        >>> sums = []
+        >>> total, _ = treescan.stream(
+        ...     step,
+        ...     jnp.float32(0),
+        ...     np.arange(5, dtype=np.float32),
+        ...     chunk=2,
+        ...     on_part=lambda part: sums.extend(part.ys.tolist()),
+        ... )
+        >>> print(total, sums)
+        10.0 [0.0, 1.0, 3.0, 6.0, 10.0]
+    """
+    try:
+        check_options(unknown, _ACCEPTED | {"chunk", "on_part", "source"}, _REFUSES)
+        expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
+        donate = on_part is None if donate is None else donate
+        options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
+        run = _run_of(
+            f,
+            init,
+            source,
+            chunk,
+            length,
+            lengths,
+            remainder,
+            checkpoint,
+            prefetch,
+            donate,
+            progress,
+            check_finite,
+            options,
+        )
+        with contextlib.closing(run.parts()) as parts:
+            while True:
+                try:
+                    part = next(parts)
+                except StopIteration as end:
+                    return end.value
+                if on_part is not None:
+                    with run.noted(part):
+                        on_part(part)
+    except Exception as error:
+        explained = explain(error, "stream", f, init, STREAM_WORDS)
+    raise explained
+
+
+@overload
+def stream_parts(
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream_parts(
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream_parts(
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream_parts(
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@verb
+def stream_parts(
+    f: Callable[..., Any],
+    init: PyTree,
+    source: Any = None,
+    *,
+    chunk: int,
+    **options: Any,
+) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
+    """Gives the parts of a `treescan.stream` to a `for` loop, each while the next one runs.
+
+    Nothing runs before the first part is asked for. A loop that is left early ends the run: the thread that reads ends,
+    and checkpoints stay. A checkpoint counts a part when the loop asks for the next one.
+
+    Args:
+        f: the body, `f(carry, x) -> (carry, y)`.
+        init: the carry that the first step receives.
+        source: what is scanned over.
+        chunk: the number of steps of a part.
+        **options: those of `treescan.stream`, except `on_part`.
+
+    Returns:
+        A generator of `treescan.Part`. What `treescan.stream` returns is the value of its `StopIteration`. A run that a
+        checkpoint says is finished has no further parts.
+
+    Raises:
+        ArgumentError: as `treescan.stream`.
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        CheckpointError: as `treescan.stream`.
+        NonFiniteError: if `check_finite` finds something.
+        SignatureError: as `treescan.scan`.
+        TracedArgumentError: as `treescan.stream`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(total, x):
+        ...     return total + x, total
+        >>> for part in treescan.stream_parts(
+        ...     step, jnp.float32(0), jnp.arange(5.0), chunk=2
+        ... ):
+        ...     print(part.start, part.ys, part.carry)
+        0 [0. 0.] 1.0
+        2 [1. 3.] 6.0
+        4 [6.] 10.0
+    """
+    try:
+        check_options(options, _ACCEPTED, {"on_part": "the loop over its parts is there in its place."} | _REFUSES)
+        of_scan = {name: options.pop(name) for name in _OF_SCAN & options.keys()}
+        run = _run_of(f, init, source, chunk, options=of_scan, **options)
+        return _explained(run, f, init)
+    except Exception as error:
+        explained = explain(error, "stream_parts", f, init, STREAM_WORDS)
+    raise explained
+
+
+_ACCEPTED = frozenset((*StreamOptions.__annotations__, "key", "save")) - {"chunk"}
+_OF_SCAN = frozenset(("reverse", "unroll", "key", "save", "name"))
+
+
+def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
+    try:
+        return (yield from run.parts())
+    except Exception as error:
+        explained = explain(error, "stream_parts", f, init, STREAM_WORDS)
+    raise explained
+
+
+def _run_of(
+    f: Callable[..., Any],
+    init: PyTree,
+    source: Any,
+    chunk: int,
+    length: int | None = None,
+    lengths: ArrayLike | None = None,
+    remainder: Literal["run", "mask"] = "run",
+    checkpoint: CheckpointLike = None,
+    prefetch: int = 1,
+    donate: bool = False,
+    progress: ProgressLike = None,
+    check_finite: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Run:
+    """Checks the arguments of a stream."""
+    options = {} if options is None else options
+    refuse_tracers(init, source)
+    body, alive = body_of(f, STREAM)
+    chunk = expect_int(chunk, "chunk", "It is the number of steps of a part.", least=1, small="A part has steps.")
+    parts = source_of(source, check_length(length), chunk, reverse=check_reverse(options.get("reverse", False)))
+    keeps = check_save_of(options.get("save", "all"), parts)
+    expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
+    expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
+    expect(remainder in ("run", "mask"), "remainder", '"run" or "mask"', remainder, _REMAINDERS)
+    prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
+    given = lengths_of(lengths, parts, body, masks=remainder == "mask")
+
+    def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
+        part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
+        carry, ys = run_scan(
+            STREAM, alive, carry, xs, steps, check_finite=check_finite, progress=False, **part, **options
+        )
+        return carry, ys
+
+    bar = folder = None
+    if progress is None and (shown := around()) is not None:
+        from ..._options.progress.show import label_of
+
+        label = shown.label or f"stream {label_of(body, 'stream')}"
+        progress = dataclasses.replace(shown, label=label, updates=None)
+    if progress is not None and progress is not False:
+        bar = bar_of(progress, alive)
+    if checkpoint is not None:
+        from .checkpoint import folder_of
+
+        asked = {"reverse": False, "key": None, "save": "all"}
+        asked |= {name: options[name] for name in asked.keys() & options.keys()}
+        rows = {"lengths": None if lengths is None else given, "masked": given is not None}
+        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, **rows, **asked)
+    return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
+
+
+_REMAINDERS = "The last part, if it has fewer steps, is run as a program of its own, or padded and masked."
+_NO_REPORT = "True checks the carry after each step of a part."

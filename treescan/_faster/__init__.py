@@ -1,0 +1,1 @@
+"""What makes a loop faster or smaller, and changes no number."""

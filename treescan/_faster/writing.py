@@ -1,0 +1,181 @@
+"""Runs the chunks of a masked loop that its schedule selects, whose steps write their outputs in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from .._avals import Array, PyTree
+from .._loop.chunk import RunChunk, as_step
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step
+from .._loop.run import run
+from .._rows.axes import RowAxes
+from .._rows.compact import put_rows, take_feed, take_rows
+from .._rows.leaves import SCHEDULE
+from .cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_steps
+from .in_bulk import with_early_products, without_early_products
+
+Result = tuple[PyTree, list[Array]]
+
+
+class Carried(NamedTuple):
+    """What goes from chunk to chunk.
+
+    Attributes:
+        state: the loop's.
+        outputs: for each leaf of y, those of all steps, where `Places` has them.
+    """
+
+    state: PyTree
+    outputs: list[Array]
+
+
+def write_chunks(
+    loop: Loop,
+    size: int,
+    outputs: list[Array],
+    tiers: tuple[int, ...] = (0,),
+    axes: RowAxes | None = None,
+    *,
+    products: bool = False,
+) -> Result:
+    """Runs the chunks of a loop that its schedule selects. Its steps write their outputs, a list, in place.
+
+    Args:
+        loop: the loop; its feed has a `SCHEDULE`.
+        size: the steps of a chunk.
+        outputs: those of steps that are not run, `[T, ...]`.
+        tiers: the numbers of rows to choose from; one for all of them.
+        axes: where the rows are, if there are several tiers.
+        products: whether a step has products that may be computed for a chunk at once.
+    """
+    schedule, fed = SCHEDULE.take(loop.xs)
+    loop = loop.having(xs=fed)
+    count, left = divmod(loop.length, size)
+    places = Places(size, folded=not left and len(tiers) == 1)
+    main = _Chunk(as_step(loop.having(length=size)), tiers, axes, products, places)
+    carried = Carried(loop.state, places.lay(outputs))
+    consts = (loop.consts, places.lay(loop.xs))
+    scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
+    # A mask is read by many fusions. At a pair of indices, XLA's CPU backend does not vectorize these.
+    whole = Feed(places.starts(count), valid=consts[1].valid if places.folded else None)
+
+    def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
+        rest = _Chunk(as_step(loop.having(length=left)), tiers[-1:], axes, products, Places(left))
+        last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
+        return rest(consts, carried, SCHEDULE.put(Feed(np.uint32(count * size)), last))[0]
+
+    carried = run_rest(carried) if left and loop.reverse else carried
+    chunks = loop.having(
+        step=main,
+        consts=consts,
+        state=carried,
+        xs=SCHEDULE.put(whole, scheduled),
+        length=count,
+        lowering=loop.lowering.plain,
+    )
+    carried, _ = run(chunks)
+    carried = run_rest(carried) if left and not loop.reverse else carried
+    return carried.state, places.unlay(carried.outputs)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A step that runs the scheduled part of a chunk. Its consts are (consts, xs), its x is where the chunk begins.
+
+    Its feed has the chunk's mask, bool[steps, *batch], if `places` are folded.
+
+    Attributes:
+        steps: runs the steps of a chunk.
+        tiers: the numbers of rows to choose from.
+        axes: where the rows are; None where there is one tier.
+        products: whether a step has products that may be computed for a chunk at once.
+        places: where its steps are in xs and outputs.
+    """
+
+    steps: RunChunk
+    tiers: tuple[int, ...]
+    axes: RowAxes | None
+    products: bool
+    places: Places
+
+    def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
+        schedule, feed = SCHEDULE.take(feed)
+        inner, xs = consts
+
+        def all_rows(carried: Carried) -> Carried:
+            fed = self.places.of_chunk(xs, feed.x) if self.products else xs
+            loop, step, consts = self._begin(inner, carried.state, fed)
+            writing = loop.having(
+                step=_Write(step, self.places.folded),
+                consts=(consts, xs if feed.valid is None else xs._replace(valid=None), feed.x),
+                state=carried,
+                xs=Feed(self.places.steps(), valid=feed.valid),
+            )
+            return run(writing)[0]
+
+        def first_rows(rows: int, carried: Carried) -> Carried:
+            assert schedule.order is not None
+            assert self.axes is not None
+            live, axes = schedule.order[:rows], self.axes
+            fed = take_feed(self.places.of_chunk(xs, feed.x), axes.x, live)
+            loop, step, consts = self._begin(
+                take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
+            )
+            new, ys = run(loop.having(step=step, consts=consts, xs=Feed((self.places.steps(), fed))))
+            outputs = [
+                jax.lax.dynamic_update_slice_in_dim(out, y, feed.x, 0)
+                if axis is None
+                else put_rows_of_steps(out, y, axis, live, feed.x)
+                for out, y, axis in zip(carried.outputs, ys, axes.y, strict=True)
+            ]
+            return Carried(put_rows(carried.state, new, axes.state, live), outputs)
+
+        run_tiers: list[Callable[[Carried], Carried]] = [
+            *(functools.partial(first_rows, tier) for tier in self.tiers[:-1]),
+            all_rows,
+        ]
+
+        def run_some(carried: Carried) -> Carried:
+            if len(run_tiers) == 1:
+                return all_rows(carried)
+            for branch, run_tier in enumerate(run_tiers, 1):
+                carried = jax.lax.cond(schedule.branch == branch, run_tier, _as_it_is, carried)
+            return carried
+
+        return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), run_some, _as_it_is, state), None
+
+    def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Step, PyTree]:
+        loop = self.steps.loop(consts, state, fed)
+        step, consts = with_early_products(loop) if self.products else without_early_products(loop)
+        return loop, step, consts
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A step that writes its outputs. Its consts are (consts, xs, the chunk's x), its x is its place in the chunk.
+
+    The mask is in its feed, or in xs.
+    """
+
+    step: Step
+    folded: bool
+
+    def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
+        (inner, xs, start), place = consts, feed.x
+        at = indices_of(start, place, folded=self.folded)
+        fed: Feed = jax.tree.map(lambda leaf: entry(leaf, at), xs)
+        fed = fed if feed.valid is None else fed._replace(valid=feed.valid)
+        new, ys = self.step(inner, state.state, Feed((place, fed)))
+        outputs = zip(state.outputs, ys, strict=True)
+        return Carried(new, [put_entry(out, y, at) for out, y in outputs]), None
+
+
+def _as_it_is(carried: Carried) -> Carried:
+    return carried

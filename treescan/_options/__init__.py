@@ -1,0 +1,1 @@
+"""Options: one file or folder each. Of the core, only verbs import them."""

@@ -1,0 +1,197 @@
+"""Options of strangers: what is put around each step, and what it is fed. Their objects are checked as they come in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import PyTree, describe_argument, describe_leaf, shape_of
+from .._body.carry import agree, find_differences
+from .._errors import Fault, PluginFault, TypeMisuse
+from .._loop.feed import Feed, Slot
+from .._loop.loop import Loop, Step, is_untraced
+from .._trace.hoist import wrapped
+from .._transforms.transform import Stage, Transform
+from ..options import Around, Option
+
+
+def around_steps(options: Any) -> list[Transform]:
+    """The transforms of objects that are options.
+
+    Raises:
+        Fault: for an `ArgumentError` if one of them is none, or cannot be part of a program.
+    """
+    if isinstance(options, Option) or not isinstance(options, Sequence):
+        cure = "Write it in brackets: `options=[option]`." if isinstance(options, Option) else _KINDS
+        raise TypeMisuse(f"{{call}}: `options` must be a list of options, got {describe_argument(options)}.", cure)
+    transforms = list[Transform]()
+    for place, option in enumerate(options):
+        name = f"options[{place}]"
+        if not isinstance(option, Option):
+            is_class = isinstance(option, type) and issubclass(option, Option)
+            cure = f"Pass an instance: `{option.__name__}(...)`." if is_class else _KINDS
+            raise TypeMisuse(f"{{call}}: `{name}` is no option: it is {describe_argument(option)}.", cure)
+        if not isinstance(option.around, Around):
+            raise PluginFault(
+                f"{{call}}: {who(option)} says that it is around {describe_argument(option.around)}.",
+                "`around` is one of `Around.BODY`, `Around.MASK` and `Around.REMAT`.",
+            )
+        try:
+            hash(option)
+        except TypeError as error:
+            raise PluginFault(
+                f"{{call}}: {who(option)} has no hash, but it is part of the program.",
+                "Make its class a dataclass with `frozen=True`. It may hold numbers and tuples, and no arrays: these "
+                "belong to the carry or to `feeds`.",
+                cause=error,
+            ) from None
+        transforms += _OF[option.around](option)
+    return transforms
+
+
+_KINDS = "Each is an object of a subclass of `treescan.options.Option`."
+
+
+def who(option: Option) -> str:
+    """An option, by its class and the package that this comes from."""
+    kind = type(option)
+    return f"the option `{kind.__qualname__}` of `{kind.__module__.partition('.')[0]}`"
+
+
+@dataclass(frozen=True)
+class WithOption:
+    """A step with what an option adds."""
+
+    step: Step
+    option: Option
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        returned, failed = list[tuple[PyTree, PyTree]](), list[Exception]()
+
+        def step(consts: PyTree, state: PyTree, feed: Feed, /) -> tuple[PyTree, PyTree]:
+            try:
+                returned.append(self.step(consts, state, feed))
+            except Exception as error:  # of the body, or of another option
+                failed.append(error)
+                raise
+            return returned[-1]
+
+        try:
+            result: Any = self.option(step, consts, state, feed)
+        except Exception as error:
+            if error not in failed and not isinstance(error, Fault):
+                error.add_note(f"{who(self.option)[0].upper()}{who(self.option)[1:]} raised this.")
+            raise
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise PluginFault(
+                f"{{call}}: {who(self.option)} returned {describe_argument(result)}.",
+                "It returns the next state and y, as `step(consts, state, feed)` does.",
+            )
+        expected, y = returned[-1] if returned else (state, result[1])
+        self._check("state", expected, result[0])
+        if self.option.around is not Around.BODY:
+            self._check("y", y, result[1])
+        return result
+
+    def _check(self, name: str, expected: PyTree, got: PyTree) -> None:
+        if agree(expected, got):
+            return
+        raise PluginFault(
+            f"{{call}}: {who(self.option)} returned a {name} of other types than the step that it is around.",
+            f"The {name} keeps the structure, shapes and dtypes that `step(consts, state, feed)` returns.",
+            header=("leaf", "step", "option"),
+            rows=[difference.row for difference in find_differences(name, (), expected, got)],
+        )
+
+
+def fed(loop: Loop, option: Option) -> Loop:
+    """The loop, whose feed has what the slots of an option hold."""
+    feeds = option.feeds(loop.length)
+    if not isinstance(feeds, Mapping):
+        raise PluginFault(
+            f"{{call}}: `feeds` of {who(option)} returned {describe_argument(feeds)}.",
+            "It returns a dict from each `Slot` to an array with an entry for each step.",
+        )
+    xs = loop.xs
+    held = {} if xs.extra is None else xs.extra.held
+    for slot, value in feeds.items():
+        if not isinstance(slot, Slot):
+            raise PluginFault(
+                f"{{call}}: `feeds` of {who(option)} has the key {describe_argument(slot)}, which is no `Slot`.",
+                'Make the slot once, beside the class: `SCALE = Slot("scale", rows=False)`.',
+            )
+        if any(slot.name == other.name for other in held):
+            raise PluginFault(
+                f"{{call}}: {who(option)} feeds the slot `{slot.name}`, and so does another option.",
+                "Slots of one loop have different names. Begin the name with that of your package.",
+            )
+        bad = [leaf for leaf in jax.tree.leaves(value) if (shape_of(leaf) or (None,))[0] != loop.length]
+        if bad or slot.of_chunks:
+            raise PluginFault(
+                f"{{call}}: {who(option)} feeds the slot `{slot.name}` "
+                + ("for chunks." if slot.of_chunks else f"{describe_leaf(bad[0])}, which has no entry for each step."),
+                f"Each array has {loop.length} entries along its first axis, one for each {{unit}}.",
+            )
+        xs = slot.put(xs, jax.tree.map(jnp.asarray, value))
+    return loop.having(xs=xs)
+
+
+@dataclass(frozen=True)
+class AroundBody(Transform):
+    """An option around the body. It is there before the step is traced, so that all others see the two as one."""
+
+    option: Option
+    stage: ClassVar[Stage] = Stage.EXTENDED
+
+    def __call__(self, loop: Loop) -> Loop:
+        turns = [fed(turn, self.option) for turn in loop.each]
+        return loop.with_turns([turn.having(step=WithOption(turn.step, self.option)) for turn in turns])
+
+
+@dataclass(frozen=True)
+class Lift(Transform):
+    """Makes room for an option around the step that `remat` recomputes: this one closes over nothing."""
+
+    stage: ClassVar[Stage] = Stage.CUT
+
+    def __call__(self, loop: Loop) -> Loop:
+        return loop if is_untraced(loop) else wrapped(loop)
+
+
+@dataclass(frozen=True)
+class AroundMask(Transform):
+    """An option around the step of all rows."""
+
+    option: Option
+    stage: ClassVar[Stage] = Stage.CUT
+
+    def __call__(self, loop: Loop) -> Loop:
+        if loop.limit is not None or loop.turns:
+            raise PluginFault(
+                f"{{call}}: {who(self.option)} is around more than the body, which {{verb}} does not support.",
+                "`around = Around.BODY` is supported everywhere.",
+            )
+        loop = fed(loop, self.option)
+        step = WithOption(loop.step, self.option)
+        return loop.having(step=step) if is_untraced(loop) else wrapped(loop, step_of=self._around)
+
+    def _around(self, step: Step) -> Step:
+        return WithOption(step, self.option)
+
+
+@dataclass(frozen=True)
+class AroundRemat(AroundMask):
+    """An option around the step that `remat` recomputes."""
+
+    stage: ClassVar[Stage] = Stage.SUMMED
+
+
+_OF: dict[Around, Any] = {
+    Around.BODY: lambda option: [AroundBody(option)],
+    Around.MASK: lambda option: [AroundMask(option)],
+    Around.REMAT: lambda option: [Lift(), AroundRemat(option)],
+}

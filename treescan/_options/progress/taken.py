@@ -1,0 +1,101 @@
+"""Reports, from within a loop that ends early, how many steps were taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from ..._avals import Array, PyTree
+from ..._loop.feed import Feed
+from ..._loop.loop import Loop, Step
+from ..._loop.sizes import Around
+from ..._rows.leaves import most_of_all, most_of_devices
+from ..._until.condition import Condition
+from ..._until.early_exit import Chunks, Progress, Reads, all_fixed, whole_state
+from ..._until.run import Going
+from .meters import MOST, Reporter, Tick, probes_of
+from .showing import Showing
+
+
+def show_taken(loop: Loop, updates: int | None, showing: Showing) -> Loop:
+    """The loop, which shows the steps that were taken.
+
+    Args:
+        loop: the loop.
+        updates: the most reports, if the user said that.
+        showing: what is shown of the carry.
+    """
+    going, reporter = loop.runner, Reporter(showing.site)
+    assert isinstance(going, Going)
+    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total)
+    run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
+    tell = TellTaken(reporter, showing, updates or MOST, going.condition, all_fixed(loop))
+    return loop.having(runner=going._replace(run=(run, total), tell=tell))
+
+
+def _largest(steps: Array) -> Array:
+    """int32[]: the most steps of all rows and devices, and of all elements of a vmap."""
+    steps = jnp.max(steps, initial=None if steps.size else 0) if steps.ndim else steps
+    return most_of_all(most_of_devices(steps.astype(jnp.int32)))
+
+
+@dataclass(frozen=True, eq=False)
+class TellTaken:
+    """Reports, from within a loop that ends early, how many steps were taken. It holds no array.
+
+    Attributes:
+        reporter: reports it.
+        showing: what is shown of the carry.
+        updates: the most reports.
+        condition: knows the user's carry in the state.
+        fixed: for each leaf of the whole state whether it is unchanged.
+    """
+
+    reporter: Reporter
+    showing: Showing
+    updates: int
+    condition: Condition
+    fixed: tuple[bool, ...]
+
+    def fit(self, chunks: Chunks) -> Chunks:
+        """As many chunks that several of them together report, if there are too many for a report each."""
+        together = -(-chunks.number // self.updates)
+        return chunks._replace(number=-(-chunks.number // together) * together)
+
+    def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
+        """The smallest of these chunks of which there are not too many, else chunks of the largest of them.
+
+        A remainder is made of steps alone: there is none of chunks.
+        """
+        outer, least = max((unit, *sizes)), -(-length // self.updates)
+        fitting = [size for size in sizes if size >= least]
+        if fitting or outer == unit:
+            return min(fitting, default=-(-least // outer) * outer)
+        return min(size for size in range(outer, length + 1, outer) if length % size == 0 and size >= least)
+
+    def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
+        """Reports how far the loop has come; `last`: that it has ended."""
+        run, total = reads.run
+        carry = self.condition.state_of(whole_state(self.fixed, reads, progress.state))
+        shown, false = self.showing.of_carry(carry), jnp.zeros((), bool)
+        tick = Tick(run, total, _largest(progress.taken), false, ~false if last else false)
+        self.reporter.step(tick, shown, probes_of(carry if last else progress.state))
+
+    def around(self, inner: Around | None) -> Around:
+        """What is put around chunks: that, and a report outside of it."""
+        return lambda step, looped: ReportAfter(step if inner is None else inner(step, looped), self)
+
+
+@dataclass(frozen=True)
+class ReportAfter:
+    """The step that runs a chunk or takes a step, and reports how far the loop has come."""
+
+    step: Step
+    tell: TellTaken
+
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        progress, ys = self.step(reads, progress, feed)
+        self.tell(reads, progress)
+        return progress, ys

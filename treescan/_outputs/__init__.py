@@ -1,0 +1,1 @@
+"""What a loop keeps of its outputs."""

@@ -1,0 +1,222 @@
+"""Computes outputs that are proven to be the same in every step once, before the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+
+from .._avals import PyTree, as_arrays, describe_leaf
+from .._errors import BodyFault, Fault, Row
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Step, is_jit_disabled
+from .._trace.dependence import Once, StepProgram
+from .._trace.equations import variables_of
+from .._trace.hoist import Hoisted, flatten_only, hoist
+from .._transforms.axes import OverAxes, spread_prefix
+from .._transforms.transform import Stage, Transform
+from .._tree import Prefix, leaves_with_path, map_leaves, merge, split
+
+
+class Parted(NamedTuple):
+    """A loop without the outputs that are the same in every step.
+
+    Attributes:
+        loop: the loop; its state is a list of leaves, and it finishes with the whole state.
+        once: y with these outputs in their places, and None in those of the others.
+        reads: for each leaf of the consts and of what a step is fed whether what is left reads it.
+    """
+
+    loop: Loop
+    once: PyTree
+    reads: tuple[tuple[bool, ...], tuple[bool, ...]]
+
+
+def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
+    """Computes values that are the same in every step before the loop, and removes them from the loop.
+
+    Args:
+        loop: the loop.
+        wanted: a prefix of y, True for each output that must be the same in every step.
+        whole: whether leaves that no step changes stay in the state.
+
+    Raises:
+        Fault: for a `BodyError` that lists the outputs which are not the same in every step, as far as it is known.
+    """
+    typed = loop
+    if not loop.length:
+        one_zero = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), loop.xs)
+        typed = dataclasses.replace(loop, xs=one_zero)
+    typed = dataclasses.replace(typed, state=as_arrays(loop.state))
+    with jax.disable_jit(False):
+        hoisted = hoist(typed)
+    flags = _flags(wanted, hoisted.y)
+    program = StepProgram.of(hoisted)
+    places = [len(hoisted.fixed) + i for i, flag in enumerate(flags) if flag]
+    once = program.compute(places) or _compute_inlined(program, hoisted, flags, places)
+    rest = program.without(once, places)
+    reads = _reads(rest, program, hoisted, once, places)
+    y = jax.tree.unflatten(jax.tree.structure(hoisted.y), merge(flags, once.values, [None] * flags.count(False)))
+    if is_jit_disabled():
+        hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
+        step: Step = DroppingOnce(hoisted.loop.step, wanted)
+        return Parted(dataclasses.replace(hoisted.loop, step=step).finished(hoisted.restore), y, reads)
+    unchanged, inner = hoisted.loop.consts
+    rest_y = jax.tree.structure(_pruned(hoisted.y, flags))
+    run = dataclasses.replace(hoisted.loop, xs=loop.xs, length=loop.length)
+    if whole:
+        step = _Rest(rest, program.consts, (False,) * len(hoisted.fixed), rest_y)
+        run = dataclasses.replace(run, step=step, consts=(([], inner), once.early), state=hoisted.settled)
+        return Parted(run.finished(functools.partial(jax.tree.unflatten, hoisted.structure)), y, reads)
+    step = _Rest(rest, program.consts, hoisted.fixed, rest_y)
+    run = dataclasses.replace(run, step=step, consts=((unchanged, inner), once.early))
+    return Parted(run.finished(hoisted.restore), y, reads)
+
+
+def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
+    """For each leaf of y whether it must be the same in every step."""
+    cure = (
+        "Give one axis for all leaves, or a prefix tree of y with axes; None for outputs that are the same in every "
+        "{step}."
+    )
+    return tuple(map(bool, spread_prefix("`out_axes`", wanted.tree, y, "y", cure)))
+
+
+def _compute_inlined(program: StepProgram, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> Once:
+    """What is computed once within functions that the step calls. The calls themselves stay in the loop."""
+    inlined = program.inlined()
+    once = inlined.compute(places)
+    if once is None:
+        raise _varies(inlined, hoisted, flags)
+    return once._replace(equations=frozenset(), variables=[], early=[])
+
+
+def _reads(
+    rest: Any, program: StepProgram, hoisted: Hoisted, once: Once, places: Sequence[int]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which of the consts, and of what a step is fed, what is left reads.
+
+    What was computed before is followed back to these, but for the outputs that are wanted: what is left may read them.
+    """
+    read = {var for equation in rest.eqns for var in variables_of(equation.invars)}
+    left = set(variables_of(rest.outvars))
+    wanted = set(variables_of([program.jaxpr.outvars[place] for place in places]))
+    behind = {var for var in once.variables if var in left or var not in wanted}
+    for number in sorted(once.equations, reverse=True):
+        equation = program.jaxpr.eqns[number]
+        if not behind.isdisjoint(equation.outvars):
+            behind.update(variables_of(equation.invars))
+    read |= left | behind
+    flags = tuple(var in read for var in program.jaxpr.invars)
+    _, inner = hoisted.loop.consts
+    consts = len(jax.tree.leaves(inner))
+    return flags[:consts], flags[consts + len(hoisted.fixed) :]
+
+
+def _pruned(y: PyTree, flags: Sequence[bool]) -> PyTree:
+    return map_leaves(lambda leaf, flag: None if flag else leaf, y, flags)
+
+
+@dataclass(frozen=True)
+class DroppingOnce:
+    """The step without some leaves of its y, which a prefix tree names before the leaves are known."""
+
+    step: Step
+    wanted: Prefix
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        state, y = self.step(consts, state, feed)
+        return state, _pruned(y, _flags(self.wanted, y))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rest:
+    """What is left of a traced step. Its consts: ((unchanged leaves, inner consts), what was computed before)."""
+
+    jaxpr: Any
+    closed: list[Any]
+    fixed: tuple[bool, ...]
+    y: Any
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        (unchanged, inner), early = consts
+        leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
+        out = eval_jaxpr(self.jaxpr, self.closed, *early, *leaves, propagate_source_info=True)
+        out = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in out]
+        new, y = out[: len(self.fixed)], out[len(self.fixed) :]
+        return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
+
+
+def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:
+    """Says which outputs are not the same in every step."""
+    found, outvars = program.vary(), program.jaxpr.outvars[len(hoisted.fixed) :]
+    named = zip(leaves_with_path("y", hoisted.y), outvars, flags, strict=True)
+    rows = [
+        Row(path, "the same in every step", describe_leaf(leaf), "")
+        for (path, leaf), var, flag in named
+        if flag and not hasattr(var, "val") and var in found
+    ]
+    return BodyFault(
+        "{body} returned values that must be the same in every {unit}, but they depend on values that may differ "
+        "between {unit}s: the carry, x, or keys that are split.",
+        "A broadcast value is computed once for all {unit}s, from constants and from keys that are not split. Carry a "
+        "value that changes, or give it an axis to stack along.",
+        header=("leaf", "expected", "is"),
+        rows=rows,
+    )
+
+
+@dataclass(frozen=True)
+class ComputeOnce(Transform):
+    """Computes outputs that are the same in every step once, before the loop; see `Result.once`.
+
+    Attributes:
+        wanted: a prefix of y, True for each of these outputs.
+        over_axes: the transform of `in_axes`, or None. It is applied here.
+        whole: whether leaves that no step changes stay in the state.
+        again: asked after the trace, with `Result.once`, and whether what is left of the loop reads a watched leaf:
+            what the body is to be given as its last argument when it is traced again, or None if it is not. None: it
+            never is.
+        watched: a prefix of xs, True for the leaves that are watched; None: none are.
+    """
+
+    wanted: Prefix
+    over_axes: OverAxes | None = None
+    whole: bool = False
+    again: Callable[[PyTree, bool], PyTree] | None = None
+    watched: Prefix | None = None
+    stage: ClassVar[Stage] = Stage.FED
+
+    def __call__(self, loop: Loop) -> Loop:
+        parted = self.part(loop)
+        again = None if self.again is None else self.again(parted.once, self._reads_watched(loop, parted))
+        rest = parted.loop
+        if again is not None:
+            shared = loop.consts._replace(args=(*loop.consts.args[:-1], again))
+            rest = self._over_axes(dataclasses.replace(loop, consts=shared))
+            rest = dataclasses.replace(rest, step=DroppingOnce(rest.step, self.wanted))
+        return rest.finished(notes=lambda result: {"once": parted.once})
+
+    def part(self, loop: Loop) -> Parted:
+        """The loop without these outputs, and their values."""
+        return part_outputs(self._over_axes(loop), self.wanted, whole=self.whole)
+
+    def _over_axes(self, loop: Loop) -> Loop:
+        return loop if self.over_axes is None else self.over_axes(loop)
+
+    def _reads_watched(self, loop: Loop, parted: Parted) -> bool:
+        """Whether what is left of a loop reads one of the leaves of xs that are watched."""
+        if self.watched is None:
+            return False
+        watched = self.watched.spread(loop.xs.x, "xs")
+        axes = (self.over_axes and self.over_axes.each[0]) or (0,) * len(watched)
+        whole, sliced = split([axis is None for axis in axes], watched)
+        consts, fed = parted.reads  # whole leaves lead the consts: see `scan_over_axes`
+        pairs = [*zip(whole, consts, strict=False), *zip(sliced, fed, strict=False)]
+        return any(watch and read for watch, read in pairs)

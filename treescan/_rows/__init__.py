@@ -1,0 +1,1 @@
+"""Rows of unequal length: masks, padding, chunks that are skipped."""

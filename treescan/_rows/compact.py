@@ -1,0 +1,255 @@
+"""`compact` runs the body only on the live rows of a chunk."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import Array, LeafAxes, PyTree, in_mesh, is_key, is_sharded, mesh_of, vary_over, varying_axes
+from .._errors import BodyFault, Fault, Misuse, Row, TreescanError
+from .._faster.cpu import writes
+from .._faster.cpu.rows import gather_rows
+from .._loop.feed import Feed, slots_of
+from .._loop.loop import Loop, Step
+from .._trace.equations import equations_within
+from .._trace.hoist import Hoisted, one_step, trace_also
+from .._transforms.refuse import refuse_symbolic
+from .._tree import leaves_with_path, map_leaves
+from ..carries._base import AbstractCarry, is_carry
+from .axes import RowAxes
+from .leaves import ORDER, may_branch
+
+MOST_TIERS, MOST_EQUATIONS = 7, 100
+"""The largest number of tiers of `compact=True`, and the equations of a step from which on there are three. The body is
+compiled once for each, and a large one takes seconds."""
+
+LARGE_PARTS = (1, 2, 16)
+"""What the batch is divided by for the tiers of such a step: chosen with `benchmarks/tiers.py`."""
+
+_Idle = Callable[[PyTree, PyTree], PyTree]
+
+
+@dataclass(frozen=True)
+class LiveRows:
+    """The step that runs another on some of the rows alone, and puts everything in its place.
+
+    Its feed has the `ORDER` of the rows.
+
+    Attributes:
+        step: runs a chunk of the loop.
+        rows: how many rows it runs on.
+        axes: where the rows are in the arguments and outputs.
+        idle: the outputs of a chunk in which nothing is run, from the state and their types.
+    """
+
+    step: Step
+    rows: int
+    axes: RowAxes
+    idle: _Idle
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        order, feed = ORDER.take(feed)
+        live, axes = order[: self.rows], self.axes
+        new, ys = self.step(
+            take_rows(consts, axes.consts, live),
+            take_rows(state, axes.state, live),
+            take_feed(feed, axes.x, live),
+        )
+        y_axes = _after_time(axes.y)
+        types = [_with_rows(y, axis, order.size) for y, axis in zip(jax.tree.leaves(ys), y_axes, strict=True)]
+        idle = self.idle(state, jax.tree.unflatten(jax.tree.structure(ys), types))
+        return put_rows(state, new, axes.state, live), put_rows(idle, ys, y_axes, live)
+
+
+def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
+    """The given rows of each leaf that has rows. All rows are different: the gradient of the gather relies on it."""
+
+    def take(leaf: Array, axis: int | None) -> Array:
+        return leaf if axis is None else gather_rows(leaf, jax.lax.expand_dims(rows, (1,)), axis, distinct=True)
+
+    return map_leaves(take, tree, axes)
+
+
+def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
+    """The leaves of `tree` with the given rows replaced; of a leaf without rows, the new one."""
+
+    def put(leaf: Array, ran: Array, axis: int | None) -> Array:
+        if axis is None:
+            return ran
+        mesh = mesh_of((leaf, ran))
+        leaf, ran = (leaf, ran) if mesh is None else in_mesh((leaf, ran), mesh)
+        leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
+        return writes.put_rows(leaf, ran, axis, rows)
+
+    return map_leaves(put, tree, jax.tree.leaves(new), axes)
+
+
+def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
+    shape = leaf.shape if axis is None else (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
+    """The given rows of what a chunk of steps is fed: time leads."""
+    valid = None if feed.valid is None else take_rows(feed.valid, (1,), rows)
+    taken = feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), valid=valid)
+    for slot, value in slots_of(feed):
+        if slot.rows is None:
+            raise Misuse(
+                f"{{call}}: `compact` selects rows, and the option that feeds `{slot.name}` to each step does not say "
+                "whether it has rows.",
+                "Leave `compact` out, or have the option say so: `Slot(name, rows=...)`.",
+            )
+        if slot.rows:
+            taken = slot.put(taken, jax.tree.map(lambda leaf: take_rows(leaf, (1,), rows), value))
+    return taken
+
+
+def _after_time(axes: LeafAxes) -> LeafAxes:
+    return tuple(None if axis is None else axis + 1 for axis in axes)
+
+
+def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of rows that the body is made for, ascending; the last is the whole batch.
+
+    Raises:
+        Fault: for an `ArgumentError` if there are no rows, or a tier has more than there are.
+    """
+    if not batch:
+        raise Misuse(
+            "{verb} over {body}: `compact` sorts the rows of a batch, but the batch shape of the mask is [].",
+            "Leave `compact` out: for a single row, chunks without a valid step are skipped anyway.",
+        )
+    refuse_symbolic(batch[0], "compact", of="rows")
+    if not isinstance(compact, bool):
+        return (*_within(compact, batch[0]), batch[0])
+    return spread_tiers(batch[0])
+
+
+def spread_tiers(rows: int) -> tuple[int, ...]:
+    """From 1 up to `rows`, twice as many each time, or so many more that there are `MOST_TIERS` at most."""
+    steps = min(MOST_TIERS - 1, math.ceil(math.log2(max(rows, 1))))
+    return tuple(sorted({rows, *(round(rows ** (i / steps)) for i in range(steps))}))
+
+
+def fewer_tiers(tiers: tuple[int, ...], jaxpr: Any) -> tuple[int, ...]:
+    """The tiers that are left if the step, an open jaxpr, is large: the batch, a half and a sixteenth of it."""
+    if len(equations_within(jaxpr)) <= MOST_EQUATIONS:
+        return tiers
+    return tuple(sorted({math.ceil(tiers[-1] / part) for part in LARGE_PARTS}))
+
+
+def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
+    above = [tier for tier in tiers if tier > rows]
+    if above:
+        raise Misuse(
+            f"{{verb}} over {{body}}: `compact` names a tier of {above[0]} rows, but the batch has {rows}.",
+            "A tier is a number of rows that the body is compiled for. The whole batch is always a tier.",
+        )
+    return sorted({tier for tier in tiers if tier < rows})
+
+
+def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, ...]) -> None:
+    """Traces the body for each number of rows but the whole batch, for which `hoist` has.
+
+    Args:
+        hoisted: what `hoist(loop)` returned.
+        loop: the loop before, its state in its own structure.
+        axes: where its rows are.
+        tiers: the numbers of rows.
+    """
+    for tier in tiers[:-1]:
+        given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, hoisted.settled, loop.xs)
+        consts, state, feed = given
+        y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
+        try:
+            trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
+        except Fault as fault:
+            raise _of_fewer_rows(fault, tier, max(tiers)) from None
+        except Exception as error:
+            raise failed_with_fewer_rows(error, "{body}", tier, max(tiers), _ANY_ROWS) from None
+
+
+_ANY_ROWS = (
+    "The body must work for any number of rows. `compact` cannot select the rows of an array that the body closes "
+    "over: pass such an array through the carry, or through xs with `in_axes=None` and a tree as `x_axes` that says "
+    "where its rows are."
+)
+
+
+def failed_with_fewer_rows(error: Exception, whose: str, tier: int, rows: int, cure: str) -> Exception:
+    """What to raise if a function fails with fewer rows: an error with its likely cause, if it may be the shapes."""
+    called = f"`compact` called it with {tier} of the {rows} rows"
+    if isinstance(error, TreescanError) or not isinstance(error, TypeError | ValueError):
+        error.add_note(f"This happened when {called}.")
+        return error
+    return BodyFault(f"{whose} failed when {called}. {type(error).__name__}: {error}", cure, cause=error)
+
+
+def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
+    """The error for a body that fails with fewer rows, and its most likely cause."""
+    return Fault(
+        fault.error,
+        f"{fault.says.rstrip('.')} when `compact` called it with {tier} of the {rows} rows.",
+        _ANY_ROWS,
+        header=fault.header,
+        rows=fault.rows,
+    )
+
+
+def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Any, Any, Any]:
+    rows = jnp.arange(count)
+    return take_rows(consts, axes.consts, rows), take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
+
+
+def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
+    """Refuses to sort rows if no branch may depend on data, or if their type shards them over devices."""
+    if len(tiers) < 2:
+        return
+    if not may_branch():
+        raise Misuse(
+            "{verb} over {body}: `compact` branches on {mask}. Here JAX does not track which values vary over "
+            "devices, and devices that take different branches would deadlock. This is so in a `jax.shard_map` with "
+            "`check_vma=False`, and in `jax.pmap`.",
+            "Leave `check_vma` on, or leave `compact` out.",
+        )
+    if any(is_sharded(leaf) for leaf in jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))):
+        raise Misuse(
+            "{verb} over {body}: `compact` sorts the rows of a batch, but they are sharded over an explicit mesh.",
+            "Leave `compact` out, or run the scan inside `jax.shard_map`, where each device sorts its own rows.",
+        )
+
+
+def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
+    """Refuses to order rows where a custom carry draws random numbers for all of them at once."""
+    paths = iter(zip(leaves_with_path(root, state), axes, strict=True))
+    rows: list[Row] = []
+    for node in jax.tree.leaves(state, is_leaf=is_carry):
+        own = [next(paths) for _ in jax.tree.leaves(node)]
+        if is_carry(node):
+            rows.extend(
+                Row(path, "one key per row", "one for all", "")
+                for (path, leaf), axis in own
+                if axis is None and _is_random(node, leaf)
+            )
+    if rows:
+        raise Misuse(
+            "{verb} over {body}: `compact` calls the body with fewer rows, so a key that all rows share would draw "
+            "different numbers.",
+            "Give each row a key of its own: `keys(jax.random.split(key, rows))`.",
+            header=("leaf", "needed", "is"),
+            rows=rows,
+        )
+
+
+def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
+    """Whether a leaf is a key; raw key data look like any integers, but in `Keys`."""
+    from ..carries._keys import Keys
+
+    return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)

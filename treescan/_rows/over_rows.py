@@ -1,0 +1,224 @@
+"""The first transform of a masked scan: finds the valid steps, and the rows in each leaf."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
+from .._body.call import CallBody
+from .._errors import Cure, Fault, Misuse
+from .._loop.loop import Loop, innermost, is_untraced
+from .._loop.run import checks_key_reuse, debugs_nans
+from .._trace.equations import is_for_data_alone
+from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
+from .._transforms.axes import scan_over_axes
+from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
+from .._transforms.transform import Stage, Transform
+from .._tree import Prefix, merge
+from .axes import (
+    RowAxes,
+    RowFlags,
+    Rows,
+    rows_of,
+    rows_of_x,
+    spread_batch_axes,
+    spread_carry_axes,
+    told,
+)
+from .checks import leads
+from .leaves import lend_rows, mask_of_lengths, without_false_alarms
+
+
+@dataclass(frozen=True)
+class OverRows(Transform):
+    """`lengths` or `mask`, and the axes: gives each step its mask, and traces the body for the rows that it runs on.
+
+    Attributes:
+        carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
+        x_axes: the same for one step's x.
+        y_axes: the same for one step's y; None: y is the carry.
+        time_axis: where the steps are in the mask and the resets.
+        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        compact: whether to order rows, or the numbers of rows to choose from.
+        others: the other options that the user gave, and that a body with a mutable array cannot have.
+    """
+
+    carry_axes: Prefix
+    x_axes: Prefix
+    y_axes: Prefix | None
+    time_axis: int
+    in_axes: LeafAxes | None
+    compact: bool | tuple[int, ...]
+    others: tuple[str, ...] = ()
+    stage: ClassVar[Stage] = Stage.FED
+
+    def __call__(self, loop: Loop) -> Loop:
+        given = told(loop)
+        valid, resets = self._flags(given, loop.length)
+        all_valid, changing = given[:2] == (None, None), _changing(given)
+        tells = all_valid or innermost(loop.step, CallBody).sees_valid
+        loop, axes = self._lay(loop, valid, lends=not all_valid)
+        y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
+        tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
+        unchanged = None
+        if is_untraced(loop):
+            hoisted, before = flatten_only(loop), loop
+            unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
+        else:
+            loop = without_false_alarms(loop, axes.x)
+            if checks_key_reuse():
+                from .._trace.raw_keys import raw, with_raw_keys
+
+                loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
+            hoisted = hoist(loop, changing)
+            if loop.limit is not None:
+                refuse_refs_in_skipped_steps(hoisted)
+            _refuse_refs(hoisted, tiers, self.others, told=tells)
+            axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
+            if len(tiers) > 1:
+                from .compact import fewer_tiers, trace_tiers
+
+                tiers = fewer_tiers(tiers, hoisted.jaxpr) if self.compact is True else tiers
+                trace_tiers(hoisted, loop, axes, tiers)
+            hoisted = lift(hoisted)
+        rows = rows_of(hoisted, axes, y_axes)._replace(
+            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed
+        )
+        rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(hoisted, rows.axes))
+        loop = hoisted.loop.having(trace=hoisted, rows=rows)
+        return loop.finished(lambda state: _restored(hoisted, rows, state))
+
+    def _tiers(self, loop: Loop, valid: Array) -> tuple[int, ...]:
+        """The numbers of rows that the body is traced for."""
+        from .compact import refuse_tiers, tiers_of
+
+        tiers = tiers_of(self.compact, valid.shape[1:])
+        refuse_tiers(tiers, loop)
+        return tiers
+
+    def _flags(self, flags: RowFlags, length: int) -> tuple[Array, Array | None]:
+        """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
+        resets = None if flags.resets is None else jnp.moveaxis(jnp.asarray(flags.resets), self.time_axis, 0)
+        if flags.lengths is not None:
+            return mask_of_lengths(flags.lengths, length), resets
+        if flags.mask is not None:
+            return jnp.moveaxis(jnp.asarray(flags.mask), self.time_axis, 0), resets
+        assert resets is not None
+        return jnp.ones_like(resets), resets
+
+    def _lay(self, loop: Loop, valid: Array, *, lends: bool) -> tuple[Loop, RowAxes]:
+        """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
+        batch = valid.shape[1:]
+        try:
+            carry_axes, x_axes, whole_axes = self._axes(loop, batch, self.in_axes)
+        except Fault as fault:
+            if layouts := self._other_layouts(loop, batch):
+                fault.cures = (*map(Cure, layouts), fault.cures[-1])
+            raise
+        if self.compact:
+            from .compact import refuse_shared_keys
+
+            refuse_shared_keys(loop.state, carry_axes, loop.names[0])
+        varying = varying_axes(jax.typeof(valid))
+        state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
+        loop = loop.having(state=state, xs=loop.xs._replace(valid=valid))
+        if self.in_axes is not None:
+            loop = scan_over_axes(loop, self.in_axes)
+        if whole_axes:
+            whole, inner = loop.consts
+            whole = lend_rows(whole, whole_axes, valid) if lends else whole
+            loop = loop.having(consts=(whole, inner))
+        others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
+        return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+
+    def _axes(self, loop: Loop, batch: tuple[int, ...], in_axes: LeafAxes | None) -> tuple[LeafAxes, ...]:
+        """Where the rows of a batch are: in the carry, in what is sliced of x, and in what is given whole."""
+        carry, x = loop.names
+        axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
+        if batch or loop.limit is None:  # a condition that is one bool is not for rows, so no carry is asked for any
+            axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
+        return axes, *rows_of_x(loop.xs.x, self.x_axes, in_axes, x, batch)
+
+    def _other_layouts(self, loop: Loop, batch: tuple[int, ...]) -> list[str]:
+        """Advice for a batch that is not everywhere: in which other layout it is.
+
+        A mask may have a last axis of 1, as it is multiplied with features. The batch may lead in the data.
+        """
+        flags, leaves, other, found = told(loop), jax.tree.leaves(loop.xs.x), 1 - self.time_axis, list[str]()
+        has_last = len(batch) > 1 and batch[-1] == 1 and loop.limit is None
+        may_turn = bool(leaves) and set(self.in_axes or (0,)) == {self.time_axis} and flags.spans is None
+        for cuts, turns in ((True, False), (False, True), (True, True)):
+            if found or cuts > has_last or turns > may_turn:
+                continue
+            rows, axes = batch[:-1] if cuts else batch, self.in_axes
+            if turns:
+                sizes, axes = {np.shape(leaf)[other : other + 1] for leaf in leaves}, (other,) * len(leaves)
+                if flags.lengths is None:
+                    sizes, rows = sizes | {rows[:1]}, (loop.length, *rows[1:])
+                if len(sizes) > 1 or () in sizes:
+                    continue
+            try:
+                self._axes(loop, rows, axes)
+            except Fault:
+                continue
+            names = [f"`{name}[..., 0]`" for name in ("lengths", "mask", "resets") if getattr(flags, name) is not None]
+            cut = f" with {' and '.join(names)}" if cuts else ""
+            found.append(f"All shapes fit{cut}{f' if {leads(self.time_axis)}' if turns else '.'}")
+        return found
+
+
+def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ...], *, told: bool) -> None:
+    """Refuses a body that would write a mutable array in padding, or that would read one with fewer rows.
+
+    Args:
+        hoisted: the loop.
+        tiers: the numbers of rows that the body runs on.
+        others: see `OverRows`.
+        told: whether the body knows which rows are valid, or all are.
+    """
+    compact = hoisted.refs and len(tiers) > 1
+    if not told and hoisted.writes:
+        options = ", ".join(f"`{option}`" for option in (*["compact"] * compact, *others))
+        raise Misuse(
+            "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
+            "Let the body take the keyword `valid`, and write only what is valid: "
+            "`ref[...] = jnp.where(valid, new, ref[...])`."
+            + (f" Leave out {options} as well, which no body with a `Ref` can have." if options else "")
+            + " Or carry its value instead.",
+        )
+    if compact:
+        refuse_with_refs("compact")
+
+
+def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
+    """The contract of `mask_scan`: whether padded rows see their own values where nothing is differentiated.
+
+    Their results are discarded, and the body treats rows independently. So only a gradient could show what they saw.
+    Rows may meet where the body reads the mask, which is its last input, and in leaves that all of them share.
+    """
+    jaxpr = hoisted.jaxpr
+    read = [atom for equation in jaxpr.eqns for atom in equation.invars]
+    may_meet = None in (*axes.state, *axes.x) or jaxpr.invars[-1] in read
+    return not (may_meet or is_for_data_alone(jaxpr) or hoisted.effects or hoisted.reverse_rule or debugs_nans())
+
+
+def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
+    """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
+    spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
+    if spans is None or not rows.fixed:
+        return hoisted.restore(state)
+    from .spans import at_rows
+
+    of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
+    return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))
+
+
+def _changing(rows: RowFlags) -> list[bool] | None:
+    """For each leaf of init whether resets change it, also where no step does; None: they put its init back."""
+    targets = rows.to if rows.inits is None else rows.inits
+    return None if targets is None else [target is not None for target in targets]

@@ -1,1 +1,0 @@
-"""`check_finite`: the first step that made a NaN or an infinity, and the operation."""

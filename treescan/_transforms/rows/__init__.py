@@ -1,1 +1,0 @@
-"""Masked scans: transforms of loops over rows of unequal length."""

@@ -1,1 +1,0 @@
-"""Loops that end when a condition becomes false."""

@@ -1,0 +1,126 @@
+"""Runs a loop that ends early: traced, in a form that has a derivative, or step by step on values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import Array, PyTree, as_arrays, place_like, vary_over, varying_axes
+from .._errors import explain
+from .._loop.feed import Feed
+from .._loop.loop import Loop, Result, is_untraced
+from .._loop.run import debugs_nans, run
+from .._outputs.outputs import ALL, emitting
+from .._rows.axes import without_arrays
+from .._rows.fill import fill_leaves
+from .._rows.leaves import any_of_all, may_branch
+from .._trace.equations import is_for_data_alone
+from .._transforms.refuse import once_only
+from .condition import Condition
+from .derivative import EarlyExit, Operands
+from .early_exit import MaskedStep, Progress, Reads, StepOutputs, Tell, all_fixed, going_on, plan_chunks
+
+_NO_GRADIENT = once_only(
+    "the gradient computes each step again",
+    "Take no gradient of the loop, or leave the callback out of what is differentiated",
+)
+
+
+class Going(NamedTuple):
+    """Runs a loop as `EndEarly` left it, with what other options made of it, as long as a condition holds.
+
+    Attributes:
+        condition: whether another step is taken.
+        holds: bool[*batch], whether it holds for the first state; [] but where each row stops by itself.
+        limit: int32[], the most steps.
+        total: int32[], the number of steps, where it is known.
+        verb: the name of the verb, for errors that are raised after it has returned.
+        run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
+        tell: reports the steps that were taken; or None.
+    """
+
+    condition: Condition
+    holds: Array
+    limit: Array
+    total: Array | None
+    verb: str
+    run: tuple[Array, Array] | None = None
+    tell: Tell | None = None
+
+    def __call__(self, loop: Loop) -> Result:
+        reads = Reads(loop.consts, self.condition.closed, self.limit, self.run)
+        run_loop = _run_step_by_step if is_untraced(loop) else _run_traced
+        progress, ys = run_loop(loop, self, reads)
+        if self.tell is not None:
+            self.tell(reads, progress, last=True)
+        return Result(progress.state, ys, progress.taken, ~progress.holds)
+
+
+def _run_step_by_step(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, PyTree]:
+    """Runs the steps on values, one by one. Of a loop that takes none, a trace tells the types."""
+    tell = going.tell
+    holds, every = going.holds, -(-loop.length // tell.updates) if tell else 0
+    taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
+    progress, ran = Progress(holds, taken, as_arrays(loop.state)), list[PyTree]()
+    step = MaskedStep(loop.step, going.condition, all_fixed(loop))
+    one = dataclasses.replace(loop, step=step, consts=reads, length=1, callee=loop.callee.apart())
+    while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
+        place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
+        progress, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
+        ran.append(y)
+        if tell is not None and len(ran) % every == 0:
+            tell(reads, progress)
+    left = loop.length - len(ran)
+    if not ran:
+        state, y = run(dataclasses.replace(loop, xs=_part(loop.xs, 0, 0), length=0))
+        progress, ran = progress._replace(state=state), [y]
+    values = zip(fill_leaves(loop.masked.outputs.idle.fill, ran[0]), jax.tree.leaves(ran[0]), strict=True)
+    filled = [jnp.broadcast_to(value, (left, *leaf.shape[1:])) for value, leaf in values]
+    parts = [*ran, jax.tree.unflatten(jax.tree.structure(ran[0]), filled)]
+    return progress, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(parts[::-1] if loop.reverse else parts))
+
+
+def _part(xs: Feed, start: int, stop: int) -> Feed:
+    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(jnp.asarray(leaf), start, stop), xs)
+
+
+def _run_traced(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, list[Any]]:
+    """Runs the loop as a function with a derivative of its own; its ys are what is left of the outputs."""
+    tell, hoisted, keeps, length = going.tell, loop.hoisted, loop.keeps or (), loop.length
+    varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
+    step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
+    loop = dataclasses.replace(loop, step=step, xs=xs, state=as_arrays(loop.state))
+    chunks = plan_chunks(loop)
+    avals = [aval for aval, keep in zip(hoisted.y_avals, keeps, strict=True) if keep is not None]
+    kept = [keep for keep in keeps if keep is not None]
+    every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
+    own_values = loop.masked.own_values
+    if not going.holds.ndim:  # an element of a vmap stops as a whole
+        own_values = not (hoisted.effects or is_for_data_alone(hoisted.jaxpr) or debugs_nans())
+    bare = without_tracers(loop)
+    early = EarlyExit(
+        loop=bare,
+        hoisted=hoisted._replace(loop=bare),
+        condition=going.condition,
+        outputs=StepOutputs(tuple(avals), loop.masked.outputs.idle.fill, varying, every),
+        chunks=chunks if tell is None else tell.fit(chunks),
+        branches=may_branch(),
+        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
+        own_values=own_values,
+        tell=tell,
+    )
+    given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)
+    progress, ys = early.differentiable()(given)
+    left = [y[early.front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
+    pairs = [(y, keep // n) for y, keep, n in zip(left, kept, every, strict=True)]
+    return progress, [y if stride == 1 else y[stride - 1 :: stride] for y, stride in pairs]
+
+
+def without_tracers(loop: Loop) -> Loop:
+    """A traced loop with types instead of arrays, because rules for derivatives must not contain tracers."""
+    consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
+    bare = dataclasses.replace(loop, consts=consts, state=state, xs=xs, trace=None, finish=(), wishes=())
+    return bare.having(rows=without_arrays(loop.masked), runner=None, given=None)
