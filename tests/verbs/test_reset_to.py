@@ -68,6 +68,18 @@ def test_what_may_be_said():
     assert_close(run(lambda init: init), run(None))
 
 
+def test_several_batch_axes():
+    def run(init, to, *rows, **options):
+        xs, mask, resets = rows
+        body = lambda carry, x: (jnp.tanh(carry + x), carry)  # noqa: E731
+        return treescan.mask_scan(body, init, xs, mask=mask, resets=resets, reset_to=to, **options)
+
+    states, others = (array(B, H, seed=2), array(B, H, seed=3)), (array(T, B, H, seed=4), HOLES, RESETS)
+    twice = [jnp.stack([part, part]) for part in states], [jnp.stack([part, part], 1) for part in others]
+    final, ys = run(*twice[0], *twice[1], compact=True)
+    assert_close((final[0], ys[:, 1]), run(*states, *others))
+
+
 def test_shared_leaves_are_never_reset():
     def count(carry, x):
         totals, steps = carry
