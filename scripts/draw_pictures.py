@@ -38,55 +38,54 @@ DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"
 # The house of modules.
 
 FLOORS = (  # from the ground up: what each holds, and its modules and packages
-    (
-        "types and trees",
-        (
-            "_lazy, _text, _avals, _tree, _flax,",
-            "_errors, _options.progress.meters, _types",
-        ),
-    ),
+    ("types and trees", ("_lazy, _text, _avals, _tree, _flax,", "_errors, _types")),
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
-    ("traces of steps, calls of bodies", ("_trace/, _cpu/, _body/",)),
-    ("from Loop to Loop", ("_transforms/",)),
-    ("checks of arguments", ("_arguments",)),
-    ("stacks, and batches of sequences", ("_data/",)),
-    ("descriptions of calls", ("_describe/",)),
-    ("streams", ("_stream/",)),
-    ("verbs", ("_verbs/",)),
-    ("public names", ("__init__, __main__, testing",)),
-    ("other libraries", ("integrations/",)),
+    ("traces of steps, calls of bodies", ("_trace/, _body/",)),
+    ("the core", ("_transforms/ _outputs/", "_remat/ _rows/ _until/", "_stacks/ _batches/", "_arguments _verbs/")),
+    ("extras", ("_extras/ integrations/", "testing __init__ __main__")),
 )
+BESIDE = (("options", ("_options/", "options")), ("faster", ("_faster/",)))
+"""What is beside the core, which asks for it where a call needs it."""
 
 
 def floor_of(module: str) -> int:
     """The number of the floor on which a module stands, from 0."""
     root = module.split(".")[0]
+    if any(root in re.findall(r"\w+", " ".join(lines)) for _, lines in BESIDE):
+        return len(FLOORS) - 2
     (floor,) = (n for n, (_, lines) in enumerate(FLOORS) if root in re.findall(r"\w+", " ".join(lines)))
     return floor
 
 
 def house() -> Picture:
-    """The layers of the package; imports run down."""
+    """The layers of the package; imports run down, and from the core to what is beside it."""
     heights = [30 + 17 * len(lines) for _, lines in FLOORS[:-1]]
-    roof, left, right = 84, 1, 367
+    roof, left, right, beside = 100, 1, 367, 88
     picture = Picture(
         "house",
         roof + sum(heights) + 4,
         "The layers of the package",
         "From the top down: "
         + "; ".join(f"{name} ({', '.join(lines)})" for name, lines in reversed(FLOORS))
-        + ". A module imports from its own layer and from those below it.",
+        + ". A module imports from its own layer and from those below it. Beside the core: "
+        + "; ".join(f"{name} ({', '.join(lines)})" for name, lines in BESIDE)
+        + ". Functions of the core import these when a call needs them.",
     )
     middle = (left + right) / 2
-    name, (line,) = FLOORS[-1]
+    name, lines = FLOORS[-1]
     picture.area((left, roof), (middle, 4), (right, roof), kind="strong box")
-    picture.text(middle, roof - 28, name, "bold", "middle")
-    picture.text(middle, roof - 10, line, "small code", "middle")
+    for number, (line, kind) in enumerate(((name, "bold"), *((line, "small code") for line in lines))):
+        picture.text(middle, roof - 46 + 18 * number, line, kind, "middle")
     y = float(roof)
     for (name, lines), height in zip(reversed(FLOORS[:-1]), reversed(heights), strict=True):
-        kind = "strong box" if name in ("the loop", "from Loop to Loop") else "box"
-        picture.box(left, y, right - left, height, kind, round_=0)
+        is_core = name == "the core"
+        inner = (left + beside, right - beside) if is_core else (left, right)
+        picture.box(inner[0], y, inner[1] - inner[0], height, "strong box" if is_core else "box", round_=0)
+        for at, (other, own) in zip((left, right - beside), BESIDE, strict=True) if is_core else ():
+            picture.box(at, y, beside, height, "box", round_=0)
+            for number, (line, kind) in enumerate(((other, "bold"), *((line, "small code") for line in own))):
+                picture.text(at + beside / 2, y + 19 + 18 * number, line, kind, "middle")
         picture.text(middle, y + 19, name, "bold", "middle")
         for number, line in enumerate(lines):
             picture.text(middle, y + 37 + 17 * number, line, "small code", "middle")
@@ -279,7 +278,7 @@ def transforms_of(verb: str) -> list[str]:
 def stage_of(transform: str) -> Stage:
     """The stage of a transform."""
     name = file_of(transform).removesuffix(".py").replace("/", ".")
-    stage: Stage = getattr(importlib.import_module(f"treescan._transforms.{name}"), transform).stage
+    stage: Stage = getattr(importlib.import_module(f"treescan.{name}"), transform).stage
     return stage
 
 
@@ -302,10 +301,10 @@ def _classes_of(argument: ast.expr) -> list[str]:
 
 
 def file_of(transform: str) -> str:
-    """The file of a transform, in `_transforms/`."""
-    files = (PACKAGE / "_transforms").rglob("*.py")
+    """The file of a transform, in the package."""
+    files = PACKAGE.rglob("*.py")
     (file,) = (f for f in files if re.search(rf"^class {transform}[:(]", f.read_text(), re.MULTILINE))
-    return str(file.relative_to(PACKAGE / "_transforms"))
+    return str(file.relative_to(PACKAGE))
 
 
 def loop() -> Picture:

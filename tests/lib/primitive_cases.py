@@ -19,9 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-import treescan._trace
-import treescan._transforms
-
 CHUNK = 3
 ONE, ROW, GRID = (), (CHUNK,), (2, CHUNK)
 
@@ -55,7 +52,8 @@ _NAMES_OF_VALUES = "name"  # the primitive that a policy of JAX refers to
 def tables() -> dict[str, frozenset[str]]:
     """The names in each table of primitives, and those that a module compares an equation's name with."""
     found = {}
-    folders = (treescan._trace, treescan._transforms)
+    names = ("_trace", "_transforms", "_outputs", "_remat", "_rows", "_until", "_faster", "_options")
+    folders = [importlib.import_module(f"treescan.{name}") for name in names]
     for info in (info for f in folders for info in pkgutil.walk_packages(f.__path__, f"{f.__name__}.")):
         module = importlib.import_module(info.name)
         leaf = info.name.rpartition(".")[2]

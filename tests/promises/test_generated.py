@@ -13,9 +13,9 @@ from generated.options import draw_program
 from generated.programs import Instruction, Leaf, Program, Seeded, Type, Value
 from generated.shrink import shrink
 from thin import parametrize
-from treescan._transforms.rows import over_rows
 
 import treescan
+from treescan._rows import over_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

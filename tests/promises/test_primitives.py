@@ -15,6 +15,7 @@ from oracle import compiled
 from primitive_cases import CHUNK, ENTRIES, Example, _closed_call, examples, tables
 
 import treescan
+from treescan._faster import in_bulk, products
 from treescan._faster.in_bulk import compute_early
 from treescan._faster.products import _CALLS, _OF_EACH_STEP, PRODUCTS
 from treescan._remat.checkpoint import (
@@ -25,7 +26,6 @@ from treescan._remat.checkpoint import (
 from treescan._trace import equations as equations_module
 from treescan._trace.cost import TRANSCENDENTAL
 from treescan._trace.dependence import _RULES, dependent
-from treescan._transforms import in_bulk, products
 from treescan._until.tangents import _OF_ONE_ARRAY, _PRODUCTS, save_costly
 
 TABLES = tables()

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from plots import Axes
-from treescan._describe import measured as module
 
 import treescan
 from treescan import Remat, measure_remat
+from treescan._extras.describe import measured as module
 from treescan._transforms.program import take
 
 T, B, F = 12, 3, 4

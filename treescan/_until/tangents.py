@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import Array, PyTree, vary_over
-from .._faster.in_bulk import in_bulk
 from .._loop.chunk import Level, as_step, run_chunked
 from .._loop.feed import Feed, Slot
 from .._loop.loop import Loop, Step
@@ -338,7 +337,12 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     # Without rows, all of a chunk is masked, or nothing.
     whole = loop if taken.ndim or not branches else dataclasses.replace(loop, step=masked_step(loop.step, masks=False))
     recomputes = plan.remat is not None or plan.inner or not rules or not taken.ndim
-    every = recomputed_chunk(whole, outputs, plan) if recomputes else in_bulk(run_chunk(whole, outputs, size))
+    if recomputes:
+        every: Step = recomputed_chunk(whole, outputs, plan)
+    else:
+        from .._faster.in_bulk import in_bulk
+
+        every = in_bulk(run_chunk(whole, outputs, size))
     if not branches:
         none = jnp.zeros(loop.length // size, jnp.int32)
         return Ways((_Fed(every),), none, group(valid, size), None)

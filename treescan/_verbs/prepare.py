@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 def _of_batches() -> Any:
     """The module of batches of sequences; None: it is not loaded, so that no value is one."""
-    return sys.modules.get(f"{__name__.rpartition('._verbs')[0]}._data.batch")
+    return sys.modules.get(f"{__name__.rpartition('._verbs')[0]}._batches.batch")
 
 
 def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:

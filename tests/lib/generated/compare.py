@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import treescan
-from treescan._transforms import in_bulk, products, remat
+from treescan._faster import in_bulk, products
+from treescan._remat import remat
 
 from .data import Element, element
 from .oracle import Plain, inexact, wide
