@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         TracedArgumentError as TracedArgumentError,
         TreescanError as TreescanError,
     )
+    from ._extras.linear.verb import linear_scan as linear_scan
     from ._progress import (
         AbstractProgressMeter as AbstractProgressMeter,
         Progress as Progress,
@@ -81,6 +82,7 @@ else:
             "_describe.measured": "Measurements",
             "_errors": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError "
             "PluginError PluginWarning SignatureError TracedArgumentError TreescanError",
+            "_extras.linear.verb": "linear_scan",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_stream.run": "Part",
             "_trace.hoist": "rewriting",

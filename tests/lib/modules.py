@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).parents[2] / "treescan"
 # A module imports from itself and from those before it; no two modules import each other.
 LAYERS = [
     "_lazy", "_text", "_avals", "_tree", "_flax", "_errors", "_progress", "_types", "carries", "_loop", "_trace",
-    "_cpu", "_body", "_transforms", "_arguments", "_data", "_describe", "_stream", "_verbs", "testing", "__init__",
+    "_cpu", "_body", "_transforms", "_arguments", "_data", "_describe", "_stream", "_verbs", "_extras", "testing", "__init__",
     "__main__", "integrations",
 ]  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""What is made of verbs, and what no verb knows."""
