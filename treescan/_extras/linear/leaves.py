@@ -56,7 +56,7 @@ def leaves_of(given: Given, init: PyTree, time_axis: int, *, matrix: bool) -> tu
         a_path, a = named_a[number]
         a, b = _moved(a, time_axis), _moved(b, time_axis)
         _check_shapes(a_path, a, path, b, matrix, time_axis)
-        dtype = jnp.result_type(a, b, jnp.float32)
+        dtype = promoted(a, b, jnp.float32)
         if jnp.iscomplexobj(a) and not jnp.iscomplexobj(b):
             raise TypeMisuse(
                 f"{{call}}: {a_path} is {describe_leaf(a)}, but {path} is {describe_leaf(b)}. The states are complex, "
@@ -66,6 +66,12 @@ def leaves_of(given: Given, init: PyTree, time_axis: int, *, matrix: bool) -> tu
         a = a.reshape((1,) * (b.ndim + matrix)) if not a.ndim else a
         found.append(Leaf(path, a, b, _start(own, b, dtype)))
     return count, found
+
+
+def promoted(*values: Any) -> Any:
+    """The dtype of all together, whether or not JAX is told to promote none."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*values)
 
 
 def _moved(leaf: Any, time_axis: int) -> Array:
@@ -127,7 +133,7 @@ def _start(init: Any, b: Array, dtype: Any) -> Array:
     """The first state, as large as a step of b."""
     if init is None:
         return jnp.zeros(b.shape[1:], dtype)
-    if shape_of(init) not in ((), b.shape[1:]) or jnp.result_type(init, dtype) != dtype:
+    if shape_of(init) not in ((), b.shape[1:]) or promoted(init, dtype) != dtype:
         raise Misuse(
             f"{{call}}: a leaf of init is {describe_argument(init)}, but a state is "
             f"{describe_leaf(jax.ShapeDtypeStruct(b.shape[1:], dtype))}.",

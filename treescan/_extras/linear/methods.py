@@ -32,7 +32,7 @@ def run(how: How, steps: Steps, a: Array, b: Array, h0: Array, target: Array | N
         return _in_sequence(how, steps, a, b, h0, target)
     u = but(steps.valid, b.astype(how.state), 0)
     if steps.cut is not None and target is not None:
-        u = u + but(steps.cut, times(how, but(steps.cut, a.astype(how.state), 0), target), 0)
+        u = u + but(steps.cut, times(how, but(steps.cut, a.astype(how.state), 0), target[None]), 0)
     first = -1 if how.reverse else 0
     factor = _factors(how, steps, a)[first]
     enters = where(None if steps.cut is None else steps.cut[first], jnp.zeros((), how.state), times(how, factor, h0))

@@ -60,7 +60,7 @@ def between_devices(
     state, _ = in_parts(how, every, steps, a, b, jnp.where(is_first, h0, 0), target)
     none = None if steps.cut is None else ~jnp.any(steps.cut, 0)
     known = but(none, _product(how, every, steps, a, b), 0), state, none
-    before = jnp.ones_like(known[0]) * one(how, a), jnp.zeros_like(state), None if none is None else jnp.ones_like(none)
+    before = jnp.broadcast_to(one(how, a[0]), known[0].shape), jnp.zeros_like(state), None if none is None else jnp.ones_like(none)
     distance = 1
     while distance < count:
         way = [(i + distance, i) if how.reverse else (i, i + distance) for i in range(count - distance)]
@@ -75,7 +75,7 @@ def _product(how: How, every: int | None, steps: Steps, a: Array, b: Array) -> A
     unit, wide = jnp.ones(b.shape[1:], how.state), jnp.zeros_like(b, how.state)
     if how.matrix:  # of the columns of 1, which are states in rows
         a, wide = a[..., None, :, :], jnp.broadcast_to(wide[..., None, :], (*b.shape, b.shape[-1]))
-        unit = jnp.broadcast_to(one(how, a.astype(how.state)), wide.shape[1:])
+        unit = jnp.broadcast_to(jnp.eye(b.shape[-1], dtype=how.state), wide.shape[1:])
     plain, steps = how._replace(out=how.state), Steps(steps.valid)
     return turned(how, in_parts(plain, every, steps, a, wide, varying(unit, a, b, *steps), None)[0])
 

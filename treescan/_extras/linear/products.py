@@ -69,8 +69,9 @@ def turned(how: How, a: Array) -> Array:
 
 
 def one(how: How, a: Array) -> Array:
-    """The factor that changes nothing, of the type of a step's factor."""
-    return jnp.eye(a.shape[-1], dtype=a.dtype) if how.matrix else jnp.ones((), a.dtype)
+    """The factor that changes nothing, in the dtype of the state and the rank of a."""
+    unit = jnp.eye(a.shape[-1], dtype=how.state) if how.matrix else jnp.ones((), how.state)
+    return unit.reshape((1,) * (a.ndim - unit.ndim) + unit.shape)
 
 
 def where(flags: Array | None, new: Any, old: Any) -> Array:

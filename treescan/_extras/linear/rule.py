@@ -40,7 +40,7 @@ def _rule(how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
         u = u + times(how, da, before)
     u = but(steps.valid, u, 0)
     if dtarget is not None and steps.cut is not None:
-        u = u + but(steps.cut, times(how, but(steps.cut, a.astype(how.state), 0), dtarget), 0)
+        u = u + but(steps.cut, times(how, but(steps.cut, a.astype(how.state), 0), dtarget[None]), 0)
     if dh0 is not None:
         valid, cut = (None if each is None else each[first] for each in steps)
         enters = but(valid, times(how, but(valid, a[first].astype(how.state), 0), dh0), dh0)
