@@ -100,10 +100,11 @@ def _check_shapes(a_path: str, a: Array, path: str, b: Array, matrix: bool, time
     if not matrix and not a.ndim:
         return
     wanted = b.ndim + matrix
+    other = "b and a matrix" if matrix else "b"
     if a.ndim < wanted:
         ahead, behind = ", ".join(["None"] * (wanted - a.ndim)), ", ".join([":", *["None"] * (wanted - a.ndim)])
         raise Misuse(
-            f"{{call}}: {both}. a has fewer axes than {"b and a matrix" if matrix else "b"}, so it is not clear which axis has the steps.",
+            f"{{call}}: {both}. a has fewer axes than {other}, so it is not clear which axis has the steps.",
             f"If it has an entry for each step, write `{a_path}[{behind}]`. If it is the same in all steps, write "
             f"`{a_path}[{ahead}]`.",
         )
