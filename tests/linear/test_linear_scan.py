@@ -44,7 +44,7 @@ def program(seed: int) -> Program:
         valid[:, 1] &= flip()
         options["mask"] = valid
     if kind == "packed":
-        counts = [c for c in rng.integers(0, steps + 1, 4)]
+        counts = list(rng.integers(0, steps + 1, 4))
         packed = treescan.pack([np.zeros((c, width)) for c in counts], rows=rows + 1, length=steps)
         rows, valid, resets = rows + 1, np.asarray(packed.mask), np.asarray(packed.resets)
     elif flip() and steps:
@@ -98,7 +98,9 @@ def looped(which: Program, a: Any, b: Any, init: Any, to: Any) -> Any:
         for t in everything:
             if which.valid[t, row]:
                 place = order.index(t)
-                flag = which.resets[order[place - 1], row] if reverse and place else which.resets[t, row] & (not reverse)
+                flag = (
+                    which.resets[order[place - 1], row] if reverse and place else which.resets[t, row] & (not reverse)
+                )
                 if which.packed is not None and reverse and not place:
                     flag = True
                 h = to[row] if flag else h

@@ -95,16 +95,16 @@ def linear_carry(body: TracedBody) -> Iterator[Finding]:
     first, count = body.counts
     state = body.jaxpr.invars[first : first + count]
     does = [_done(body.jaxpr, leaf, state, new) for leaf, new in zip(state, body.jaxpr.outvars, strict=False)]
-    if any(does) and not body.hoisted.effects and all(each is not None for each in does):
-        if {"times", "plus"} <= set[str]().union(*filter(None, does)):
-            yield Finding(
-                "The new carry is a * carry + b, element by element, where a and b do not depend on the carry.",
-                "`treescan.linear_scan` is the verb for this. Its gradient saves a and the states, and nothing else.",
-            )
+    known = all(each is not None for each in does) and not body.hoisted.effects
+    if known and {"times", "plus"} <= set[str]().union(*filter(None, does)):
+        yield Finding(
+            "The new carry is a * carry + b, element by element, where a and b do not depend on the carry.",
+            "`treescan.linear_scan` is the verb for this. Its gradient saves a and the states, and nothing else.",
+        )
 
 
 def _done(jaxpr: Any, leaf: Any, state: list[Any], new: Any) -> set[str] | None:
-    """What is done with a leaf of the state: "times" and "plus", by what does not depend on it; None: more than that."""
+    """What is done with a leaf of the state: "times" and "plus", by what does not depend on it; None: more."""
     affine, other = {leaf: set[str]()}, set(state) - {leaf}
     for equation in jaxpr.eqns:
         atoms = [atom for atom in equation.invars if not hasattr(atom, "val")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from ..._avals import Array
@@ -55,7 +54,7 @@ def solve(how: How, steps: Steps, a: Array, u: Array, *, transposed: bool = Fals
         factor = _later(how, turned(how, factor)) if factor.shape[0] > 1 else turned(how, factor)
         cut = None if cut is None else _later(how, cut)
     if backwards:
-        factor, u, cut = (None if each is None else jnp.flip(each, 0) for each in (factor, u, cut))
+        factor, u, cut = jnp.flip(factor, 0), jnp.flip(u, 0), None if cut is None else jnp.flip(cut, 0)
     hs = (_chunked if how.method == "chunked" else _parallel)(how, factor, u, cut)
     return jnp.flip(hs, 0) if backwards else hs
 
@@ -156,7 +155,7 @@ def _chunked(how: How, a: Array, u: Array, cut: Array | None) -> Array:
     none = None if xs[2] is None else jnp.zeros_like(xs[2][0])
     (product, ends, any_cut), _ = scan(compose_part, (whole, zero, none), xs)
     product = where(any_cut, jnp.zeros((), how.state), product)
-    between = _in_sequence(plain, Steps(), product, ends, zero[0], None)[1]
+    between = _in_sequence(plain, Steps(None, any_cut), product, ends, zero[0], None)[1]
     starts = jnp.concatenate([zero[:1], between[:-1]])
 
     def step(h: Array, x: Any) -> tuple[Array, Array]:

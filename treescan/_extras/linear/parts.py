@@ -60,7 +60,11 @@ def between_devices(
     state, _ = in_parts(how, every, steps, a, b, jnp.where(is_first, h0, 0), target)
     none = None if steps.cut is None else ~jnp.any(steps.cut, 0)
     known = but(none, _product(how, every, steps, a, b), 0), state, none
-    before = jnp.broadcast_to(one(how, a[0]), known[0].shape), jnp.zeros_like(state), None if none is None else jnp.ones_like(none)
+    before = (
+        jnp.broadcast_to(one(how, a[0]), known[0].shape),
+        jnp.zeros_like(state),
+        None if none is None else jnp.ones_like(none),
+    )
     distance = 1
     while distance < count:
         way = [(i + distance, i) if how.reverse else (i, i + distance) for i in range(count - distance)]

@@ -1,4 +1,4 @@
-"""The products of a recurrence: elementwise, or of matrices; and arrays that are selected, sharded and typed like others."""
+"""The products of a recurrence: elementwise, or of matrices; and selections and types of arrays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows: which steps are valid, where segments begin, what they begin from, and how they end; in the words of `mask_scan`."""
+"""Rows: which steps are valid, where segments begin and from what, and how they end, as in `mask_scan`."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def check_flags(flags: RowFlags, reset_to: PyTree, init: PyTree, b: PyTree, time
         if rows:
             raise Misuse(
                 "{call}: b does not have the rows of `lengths`, `mask` or `resets`.",
-                "Behind its steps, each leaf has one entry for each row. If the batch leads, [B,T,...]: "
-                "{batch_first}.",
+                "Behind its steps, each leaf has one entry for each row. If the batch leads, [B,T,...]: {batch_first}.",
                 rows=rows,
             )
     if reset_to is None and flags.inits is None:
@@ -78,7 +77,7 @@ def entering(how: How, steps: Steps, a: Array, b: Array, table: Array, numbers: 
     return but(steps.valid, b.astype(how.state), 0) + but(steps.cut, enters, 0)
 
 
-def ends(hs: Array, spans: Any, valid: Array, start: Array, *, reverse: bool) -> Array:
+def ends(hs: Array, spans: Any, valid: Any, start: Array, *, reverse: bool) -> Array:
     """The last state of each sequence of a `Packed`; of one without a valid step, `start`."""
     return ends_of(hs, spans, 0, start, are_valid(spans, valid), reverse=reverse)
 

@@ -20,9 +20,7 @@ from .products import How, Steps, but, times, varying, where
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def recurrence(
-    how: How, steps: Steps, a: Array, b: Array, h0: Array, target: Array | None
-) -> tuple[Array, Array]:
+def recurrence(how: How, steps: Steps, a: Array, b: Array, h0: Array, target: Array | None) -> tuple[Array, Array]:
     """The last state and all states, with the rule; see `run`."""
     return run(how, steps, a, b, h0, target)
 

@@ -19,7 +19,7 @@ from ..._transforms.rows.resets import numbers_of
 from ..._tree import Prefix
 from .leaves import Given, leaves_of
 from .parts import between_devices, in_parts, last_of_devices, steps_of_device
-from .products import How, Steps, but, like_step
+from .products import How, but, like_step
 from .rows import check_flags, ends, entering, rows_at, steps_of
 
 METHODS = ("sequential", "chunked", "parallel")
@@ -64,8 +64,7 @@ def linear_scan(
             or a `treescan.Packed`; a may be another one with the same rows.
         init: the state before the first step: leaves `[*batch, ...]` or numbers, a prefix of b. None: zeros.
         lengths: int[*batch], as for `treescan.mask_scan`: row b is valid in its first `lengths[b]` steps.
-        mask: bool[T, *batch], instead of lengths: which steps are valid. A step that is not valid leaves its row's state
-            unchanged.
+        mask: bool[T, *batch], instead of lengths: which steps are valid. Other steps leave their row's state unchanged.
         resets: bool[T, *batch]: where a segment begins, as for `treescan.mask_scan`. The state before it, also an
             infinite one, reaches neither the segment nor its gradient.
         reset_to: what a reset restores instead of `init`, as for `treescan.mask_scan`.
@@ -151,8 +150,8 @@ def _refuse_part(flags: RowFlags, reset_to: PyTree, fill: PyTree, reverse: bool)
         )
     if flags.resets is not None and reverse:
         raise Misuse(
-            "{call}: `resets` and `axis_name` cannot be combined in reverse: where the last segment of a device ends is "
-            "known to the next device.",
+            "{call}: `resets` and `axis_name` cannot be combined in reverse: where the last segment of a device ends "
+            "is known to the next device.",
             "Run forward, or keep all steps on each device.",
         )
     if HOLD in Prefix.of(fill).leaves:
@@ -193,13 +192,14 @@ def _run(
     """The last state and the outputs of one recurrence, the steps of which are in front."""
     a, b, start = leaf
     count, dtype = b.shape[0], start.dtype
-    steps, spans = steps_of(flags, plan.time_axis, plan.reverse, count), flags.spans
-    out = b.dtype if spans is None else dtype
+    spans: Any = flags.spans
+    steps = steps_of(flags, plan.time_axis, plan.reverse, count)
+    out, valid = b.dtype if spans is None else dtype, steps.valid
     how = How(plan.method, plan.matrix, plan.reverse, dtype, out)
     h0 = like_step(start, b, dtype, a, to, *steps)
     target = None if steps.cut is None else h0 if to is None else like_step(to, b, dtype, a, h0, *steps)
-    if table is not None and count:
-        numbers = numbers_of(spans, steps.valid.shape)
+    if spans is not None and table is not None and count:
+        numbers = numbers_of(spans, jnp.shape(valid))
         b, target = entering(how, steps, a, b, table, numbers), None
     if plan.axis_name is not None:
         h0 = between_devices(how, plan.remat, plan.axis_name, steps, a, b, h0, target)
@@ -208,17 +208,17 @@ def _run(
         last = last_of_devices(last, plan.axis_name, reverse=plan.reverse)
     fill = fill.astype(out)
     tails = like_step(fill, b, out, hs)
-    any_valid = None if steps.valid is None else jnp.any(steps.valid, 0)
+    any_valid = None if valid is None else jnp.any(valid, 0)
     end = but(any_valid, last.astype(out), tails) if count else tails
     if spans is not None:
         begins = table if table is not None else rows_at(h0 if target is None else target, spans)
-        last = ends(hs, spans, steps.valid, begins.astype(dtype), reverse=plan.reverse) if count else begins
+        last = ends(hs, spans, valid, begins.astype(dtype), reverse=plan.reverse) if count else begins
         if plan.save == "last":
-            end = ends(hs, spans, steps.valid, rows_at(tails, spans), reverse=plan.reverse) if count else tails
+            end = ends(hs, spans, valid, rows_at(tails, spans), reverse=plan.reverse) if count else tails
     if plan.save != "all":
         return last, None if plan.save is None else end.astype(fill.dtype)
-    if steps.valid is not None and count:
-        known = steps.valid
+    if valid is not None and count:
+        known = valid
         if plan.hold:
             known = jax.lax.cummax(known.astype(jnp.int8), reverse=plan.reverse) > 0
         hs = but(known, hs, tails)
