@@ -14,7 +14,7 @@ from treescan import linear_scan
 pytestmark = pytest.mark.quick
 
 METHODS = ("sequential", "chunked", "parallel")
-EVERYDAY, ALL = 6, 210
+EVERYDAY, ALL = 3, 210
 
 
 class Program(NamedTuple):

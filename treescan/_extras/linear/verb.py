@@ -199,7 +199,8 @@ def _run(
     h0 = like_step(start, b, dtype, a, to, *steps)
     target = None if steps.cut is None else h0 if to is None else like_step(to, b, dtype, a, h0, *steps)
     if spans is not None and table is not None and count:
-        numbers = numbers_of(spans, jnp.shape(valid))
+        assert valid is not None
+        numbers = numbers_of(spans, valid.shape)
         b, target = entering(how, steps, a, b, table, numbers), None
     if plan.axis_name is not None:
         h0 = between_devices(how, plan.remat, plan.axis_name, steps, a, b, h0, target)
