@@ -1,4 +1,4 @@
-"""A linear recurrence, `h = a * h + x`, as a scan and as `jax.lax.associative_scan`: where a scan loses.
+"""A linear recurrence, `h = a * h + x`, as a scan, as `linear_scan` and as `jax.lax.associative_scan`.
 
 A scan takes the steps one after the other. `associative_scan` combines pairs of steps, in about 2 log2(T) rounds that
 each work on many steps at once. It needs an associative operation, and holds all states at once.
@@ -19,7 +19,8 @@ from benchmarks._lstm import normal
 STEPS, FEW_STEPS = 4_096, 8
 WIDTHS = (1, 64, 4_096)
 COMPILE_BLOCKS = 4
-ASSOCIATIVE = "associative_scan"
+ASSOCIATIVE, SCAN = "associative_scan", "accumulate"
+METHODS = ("sequential", "chunked", "parallel")
 FORWARD, GRADIENT = "forward", "gradient"
 
 Program = Callable[[Array, Array], Array]  # decays and inputs [T, N] to states [T, N]
@@ -44,6 +45,11 @@ def _all(steps: int, widths: tuple[int, ...], blocks: int) -> Iterator[Compariso
                 yield Comparison(f"control, {kind}", "itself", ours, ours)
                 mine, its = (compiling(functools.partial(_jit, kind, each), given) for each in (_scan, _associative))
                 yield Comparison(f"compile, {kind}", ASSOCIATIVE, mine, its, blocks=blocks)
+            for method in METHODS:
+                own = Compiled(_jit(kind, functools.partial(_linear, method)), given)
+                yield Comparison(f"{width:,} wide, {kind}, linear_scan, {method}", SCAN, own, ours)
+                name = f"{width:,} wide, memory, {kind}, linear_scan, {method}"
+                yield Memory(name, SCAN, own.temporaries, ours.temporaries)
             yield Comparison(f"{width:,} wide, {kind}", ASSOCIATIVE, ours, peer, details={"steps": float(steps)})
             yield Memory(f"{width:,} wide, memory, {kind}", ASSOCIATIVE, ours.temporaries, peer.temporaries)
 
@@ -54,6 +60,10 @@ def _scan(decays: Array, xs: Array) -> Array:
         return decay * state + x
 
     return treescan.accumulate(step, jnp.zeros_like(xs[0]), (decays, xs))
+
+
+def _linear(method: Any, decays: Array, xs: Array) -> Array:
+    return treescan.linear_scan(decays, xs, method=method)[1]
 
 
 def _associative(decays: Array, xs: Array) -> Array:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ._extras.describe.verb import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._extras.lift.groups import In as In, Out as Out
     from ._extras.lift.lift import lift as lift
+    from ._extras.linear.verb import linear_scan as linear_scan
     from ._extras.state_dict import (
         layers_from_state_dict as layers_from_state_dict,
         layers_to_state_dict as layers_to_state_dict,
@@ -76,6 +77,7 @@ else:
             "_batches.batch": "Packed Padded",
             "_batches.batches": "last length_mask pack pad repad unpack unpad",
             "_stacks.stack": "init_layers layer_at set_layer stack unstack",
+            "_extras.linear.verb": "linear_scan",
             "_extras.state_dict": "layers_from_state_dict layers_to_state_dict",
             "_extras.describe.description": "Description",
             "_extras.describe.measured": "Measurements",

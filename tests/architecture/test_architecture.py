@@ -104,6 +104,7 @@ def test_nothing_imports_an_extra() -> None:
 FOLDERS_OF_EXTRAS = {
     "chunk_map": {"_transforms", "_remat", "_options"},
     "describe": {"_transforms", "_remat", "_rows", "_until", "_outputs", "_faster", "_options"},
+    "linear": {"_transforms", "_rows", "_batches", "_options"},
     "lift": {"_transforms", "_outputs", "_options"},
     "state_dict": {"_stacks"},
     "stream": {"_outputs", "_rows", "_batches", "_options"},

@@ -86,6 +86,41 @@ def ignored_x(body: TracedBody, x_name: str, unit: str) -> Iterator[Finding]:
         )
 
 
+_SCANS = frozenset({"scan", "fold", "accumulate", "mask_scan"})
+_SUMS, _SAME = frozenset({"add", "sub", "add_any"}), frozenset({"neg", "convert_element_type", "copy"})
+
+
+def linear_carry(body: TracedBody) -> Iterator[Finding]:
+    """A body that multiplies its carry, and adds to it, and does nothing else with it."""
+    first, count = body.counts
+    state = body.jaxpr.invars[first : first + count]
+    does = [_done(body.jaxpr, leaf, state, new) for leaf, new in zip(state, body.jaxpr.outvars, strict=False)]
+    known = all(each is not None for each in does) and not body.hoisted.effects
+    if known and {"times", "plus"} <= set[str]().union(*filter(None, does)):
+        yield Finding(
+            "The new carry is a * carry + b, element by element, where a and b do not depend on the carry.",
+            "`treescan.linear_scan` is the verb for this. Its gradient saves a and the states, and nothing else.",
+        )
+
+
+def _done(jaxpr: Any, leaf: Any, state: list[Any], new: Any) -> set[str] | None:
+    """What is done with a leaf of the state: "times" and "plus", by what does not depend on it; None: more."""
+    affine, other = {leaf: set[str]()}, set(state) - {leaf}
+    for equation in jaxpr.eqns:
+        atoms = [atom for atom in equation.invars if not hasattr(atom, "val")]
+        found, name = [atom for atom in atoms if atom in affine], equation.primitive.name
+        kind = "plus" if name in _SUMS else "times" if name in ("mul", "div") else ""
+        alone = len(found) == 1 and (name != "div" or equation.invars[0] in affine)
+        fits = name in _SUMS or name in _SAME or (kind == "times" and alone)
+        whole = all(variable.aval.shape == leaf.aval.shape for variable in equation.outvars)
+        if any(atom in other for atom in atoms) or (found and not (fits and whole)):
+            other.update(equation.outvars)
+        elif found:
+            before = set[str]().union(*(affine[atom] for atom in found))
+            affine[equation.outvars[0]] = before | ({kind} if kind and alone else set())
+    return None if hasattr(new, "val") else affine.get(new)
+
+
 def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any], Taken]) -> Description:
     """What is known of a call. Its bodies are traced; nothing is run.
 
@@ -107,6 +142,7 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
         found = list[Finding]()
         for body, own in zip(bodies, calls, strict=True):
             found += [*same_draws(body, unit), *ignored_x(body, own.names[1], unit)]
+            found += linear_carry(body) if verb in _SCANS else ()
         return {**_of_bodies(bodies), "findings": tuple(found)}
 
     facts = of_types(look, taken.given)

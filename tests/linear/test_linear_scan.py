@@ -1,0 +1,182 @@
+"""`linear_scan` against a Python loop in float64, over random programs: values and all kinds of derivatives."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treescan
+from treescan import linear_scan
+
+pytestmark = pytest.mark.quick
+
+METHODS = ("sequential", "chunked", "parallel")
+EVERYDAY, ALL = 3, 210
+
+
+class Program(NamedTuple):
+    """A call of `linear_scan`, and what a loop is told of its rows."""
+
+    options: dict[str, Any]
+    arrays: tuple[Any, ...]  # a, b, init, reset_to
+    valid: Any  # bool[T, B]
+    resets: Any  # bool[T, B]
+    packed: Any = None
+
+
+def program(seed: int) -> Program:
+    rng = np.random.default_rng(seed)
+    pick, flip = (lambda *each: each[rng.integers(len(each))]), (lambda p=0.5: rng.random() < p)
+    steps, rows, width = pick(0, 1, 2, 7, 9), 3, 2
+    matrix, is_complex, reverse = flip(0.3), flip(0.3), flip()
+    options: dict[str, Any] = {"method": METHODS[seed % 3], "matrix": matrix, "reverse": reverse}
+    kind = pick("none", "lengths", "mask", "mask", "packed") if steps else pick("none", "lengths")
+    valid, resets = np.ones((steps, rows), bool), np.zeros((steps, rows), bool)
+    packed = None
+    if kind == "lengths":
+        lengths = np.array([steps, 0, rng.integers(steps + 1)])
+        valid, options["lengths"] = np.arange(steps)[:, None] < lengths, lengths
+    if kind == "mask":
+        valid = rng.random((steps, rows)) < 0.6
+        valid[:, 1] &= flip()
+        options["mask"] = valid
+    if kind == "packed":
+        counts = list(rng.integers(0, steps + 1, 4))
+        packed = treescan.pack([np.zeros((c, width)) for c in counts], rows=rows + 1, length=steps)
+        rows, valid, resets = rows + 1, np.asarray(packed.mask), np.asarray(packed.resets)
+    elif flip() and steps:
+        resets = rng.random((steps, rows)) < 0.4
+        options["resets"] = resets
+    options["remat"] = pick(None, None, 1, 3)
+    options["fill"] = pick(0, 0, -1.5, "hold")
+    options["save"] = pick("all", "all", "last")
+    options["time_axis"] = 0 if packed is not None else pick(0, 0, 1)
+
+    def draw(*shape: int) -> np.ndarray:
+        real = rng.normal(size=shape)
+        return real + 1j * rng.normal(size=shape) if is_complex else real
+
+    shape = [pick(steps, steps, 1), pick(rows, rows, 1), width] + [width] * matrix
+    a, b, init = 0.6 * draw(*shape), draw(steps, rows, width), draw(rows, width)
+    to = draw(rows, width) if (resets.any() or packed is not None) and flip() else None
+    return Program(options, (a, b, None if flip(0.2) else init, to), valid, resets, packed)
+
+
+def called(which: Program, a: Any, b: Any, init: Any, to: Any) -> Any:
+    """The call, whose padding is NaN."""
+    options, valid = dict(which.options), jnp.asarray(which.valid)
+    if a.shape[:2] == valid.shape:
+        a = jnp.where(valid.reshape(valid.shape + (1,) * (a.ndim - 2)), a, jnp.nan)
+    b = jnp.where(valid[..., None], b, jnp.nan)
+    if which.packed is not None:
+        b = which.packed._replace(data=b)
+    if options["time_axis"]:
+        a, b = jnp.swapaxes(a, 0, 1), jnp.swapaxes(b, 0, 1)
+        options |= {name: options[name].T for name in ("mask", "resets") if name in options}
+    last, hs = linear_scan(a, b, init, reset_to=to, **options)
+    return last, jnp.swapaxes(hs, 0, 1) if options["time_axis"] and options["save"] == "all" else hs
+
+
+def looped(which: Program, a: Any, b: Any, init: Any, to: Any) -> Any:
+    """The law: each row by itself, its valid steps in the order of the run."""
+    steps, rows = which.valid.shape
+    reverse, fill, matrix = (which.options[name] for name in ("reverse", "fill", "matrix"))
+    value = 0 if fill == "hold" else fill
+    init = jnp.zeros(b.shape[1:], b.dtype) if init is None else init
+    to = init if to is None else to
+    a = jnp.broadcast_to(a, (steps, rows, *a.shape[2:]))
+    lasts, outs, ends = [], [], []
+    spans = [] if which.packed is None else list(zip(*map(np.asarray, which.packed.index), strict=True))
+    for row in range(rows):
+        order = [t for t in range(steps) if which.valid[t, row]]
+        order = order[::-1] if reverse else order
+        h, ys, seen = init[row], [jnp.full(b.shape[2:], value, b.dtype)] * steps, False
+        everything = dict.fromkeys(range(steps)[:: -1 if reverse else 1])
+        for t in everything:
+            if which.valid[t, row]:
+                place = order.index(t)
+                flag = (
+                    which.resets[order[place - 1], row] if reverse and place else which.resets[t, row] & (not reverse)
+                )
+                if which.packed is not None and reverse and not place:
+                    flag = True
+                h = to[row] if flag else h
+                h, seen = (a[t, row] @ h if matrix else a[t, row] * h) + b[t, row], True
+                ys[t] = h
+            elif fill == "hold" and seen:
+                ys[t] = h
+        lasts.append(h)
+        outs.append(ys)
+    for row, start, length in spans:
+        ends.append(outs[row][start if reverse else start + length - 1] if length else to[row])
+    hs = jnp.stack([jnp.stack(ys) for ys in outs], 1) if steps else jnp.zeros(b.shape, b.dtype)
+    last = jnp.stack(lasts)
+    have = jnp.asarray(which.valid.any(0))[:, None] & (steps > 0)
+    end = jnp.where(have, last, jnp.asarray(value, b.dtype))
+    if spans:
+        last = jnp.stack(ends)
+        end = jnp.where(jnp.asarray([length > 0 for *_, length in spans])[:, None], last, jnp.asarray(value, b.dtype))
+    return last, hs if which.options["save"] == "all" else end
+
+
+def everything(function: Any, which: Program, present: tuple[int, ...], weights: Any, tangents: Any) -> Any:
+    """A value, its gradients together and one by one, jvp, hvp, and a mapped gradient."""
+
+    def of(*given: Any) -> Any:
+        arrays: list[Any] = [None] * 4
+        for place, each in zip(present, given, strict=True):
+            arrays[place] = each
+        return function(which, *arrays)
+
+    def loss(*given: Any) -> Any:
+        pairs = zip(weights, of(*given), strict=True)
+        return sum(jnp.sum(w * (jnp.real(y * y) + jnp.imag(y))) for w, y in pairs)
+
+    given = tuple(jnp.asarray(which.arrays[place]) for place in present)
+    places = tuple(range(len(given)))
+    gradient = jax.grad(loss, places)
+    found = {"value": of(*given), "gradient": gradient(*given)}
+    found["alone"] = [jax.grad(loss, place)(*given) for place in places[1:]]
+    found["jvp"] = jax.jvp(of, given, tangents)[1]
+    found["hvp"] = jax.jvp(gradient, given, tangents)[1]
+    mapped = [None if place == 0 else 0 for place in present]
+    twice = [each if axis is None else jnp.stack([each, 2 * each]) for each, axis in zip(given, mapped, strict=True)]
+    found["vmap"] = jax.vmap(gradient, mapped)(*twice)
+    return found
+
+
+def check(seed: int, *, jit: bool = True) -> None:
+    which = program(seed)
+    rng = np.random.default_rng(seed + 10_000)
+    present = tuple(place for place, each in enumerate(which.arrays) if each is not None)
+    shapes = jax.eval_shape(lambda: looped(which, *(None if x is None else jnp.asarray(x) for x in which.arrays)))
+    weights = [rng.normal(size=shape.shape) for shape in shapes]
+    tangents = tuple(
+        jnp.asarray(rng.normal(size=which.arrays[place].shape), which.arrays[place].dtype) for place in present
+    )
+    run = functools.partial(everything, which=which, present=present, weights=weights, tangents=tangents)
+    mine = (jax.jit(lambda: run(called)) if jit else lambda: run(called))()
+    wanted = jax.jit(lambda: run(looped))()
+    for name, expected in wanted.items():
+        pairs = zip(jax.tree.leaves(mine[name]), jax.tree.leaves(expected), strict=True)
+        for place, (got, want) in enumerate(pairs):
+            assert got.dtype == want.dtype, (name, place)
+            error = f"{name} {place} of program {seed}: {which.options}"
+            np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9, err_msg=error)
+
+
+@pytest.mark.parametrize("seed", range(EVERYDAY))
+def test_is_the_loop(seed: int) -> None:
+    with jax.enable_x64(True):
+        check(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(EVERYDAY, ALL, 12))
+def test_is_the_loop_in_more_programs(seed: int) -> None:
+    with jax.enable_x64(True):
+        for each in range(seed, min(seed + 12, ALL)):
+            check(each)

@@ -1,0 +1,1 @@
+"""Linear recurrences, `h[t] = a[t] * h[t-1] + b[t]`."""
