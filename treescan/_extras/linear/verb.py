@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._arguments import check_reverse
-from ..._avals import Array, ArrayLike, PyTree
+from ..._avals import Array, ArrayLike, PyTree, TreeDef
 from ..._batches.batch import rows_of
 from ..._errors import STEP_WORDS, Misuse, expect, expect_int, explain, verb
 from ..._rows.axes import RowFlags
@@ -121,7 +121,7 @@ def linear_scan(
         if axis_name is not None:
             _refuse_part(flags, reset_to, fill, reverse)
             flags = flags._replace(lengths=steps_of_device(flags.lengths, count, axis_name))
-        tree = jax.tree.structure(given.b)
+        tree: TreeDef = jax.tree.structure(given.b)
         moved, inits = ([getattr(leaf, name) for leaf in leaves] for name in ("b", "h0"))
         wide = [jnp.broadcast_to(h0, b.shape[1:]) for h0, b in zip(inits, moved, strict=True)]
         flags = check_flags(flags, reset_to, tree.unflatten(wide), tree.unflatten(moved), time_axis, count)
