@@ -54,7 +54,7 @@ def ragged() -> Picture:
     picture.arrow((4 * cell + 8, middle), (right - 8, middle))
     picture.text(WIDTH / 2, middle - 10, "mask_scan", "small code", "middle")
     picture.box(1, bottom + 13, 18, 16, "absent", round_=2)
-    picture.text(27, bottom + 27, "padding: never read, whatever it contains", "small")
+    picture.text(27, bottom + 27, "padding: without effect, whatever it contains", "small")
     return picture
 
 
