@@ -353,13 +353,13 @@ def table() -> str:
 # Which loop to write.
 
 QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # and the page of the answer
-    (("A handful of steps,", "or each of another kind?"), ("for",), "#what-they-take"),
+    (("Few steps, or steps", "that differ?"), ("for",), "#what-they-take"),
     (("Layers of one model?",), ("fold_layers", "scan_layers"), "guides/layers.html"),
     (("Rows of unequal length", "in one batch?"), ("mask_scan",), "guides/variable-length.html"),
-    (("Does it end when", "the carry says so?"), ("while_scan",), "guides/early-exit.html"),
-    (("Is an index all", "that a step reads?"), ("fori",), "reference/scan.html#treescan.fori"),
-    (("Is the last carry", "all that you keep?"), ("fold",), "reference/scan.html#treescan.fold"),
-    (("Are the carries", "what you keep?"), ("accumulate",), "reference/scan.html#treescan.accumulate"),
+    (("Stop on a condition?",), ("while_scan",), "guides/early-exit.html"),
+    (("Only a counter,", "no inputs?"), ("fori",), "reference/scan.html#treescan.fori"),
+    (("Only the last carry,", "no outputs?"), ("fold",), "reference/scan.html#treescan.fold"),
+    (("Are the outputs", "the carries?"), ("accumulate",), "reference/scan.html#treescan.accumulate"),
 )
 
 
