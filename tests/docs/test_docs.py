@@ -46,8 +46,8 @@ TUTORIAL = TUTORIALS / "plugin.md"
 LONG = (
     *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama", "solvers")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers", "flax", "random-keys", "training")),
-    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "performance", "custom-carries")),
-    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers-patterns", "devices", "migrating")),
+    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "packing", "skipping", "performance", "custom-carries")),
+    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers-patterns", "devices", "migrating", "migrating-flax")),
     *(ROOT / "docs" / page for page in ("recipes/index.md", "frameworks.md")),
 )
 OF_DEVICES = [ROOT / "docs" / "guides" / "devices.md"]

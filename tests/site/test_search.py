@@ -41,7 +41,7 @@ JOBS = {  # the query, and where its answer is: a page, or a section of it that 
     "dropout keys per step": "guides/random-keys.html",
     "running mean in a scan": "guides/custom-carries.html",
     "reverse scan": "reference/scan.html",
-    "skip computation on padding": "guides/variable-length.html#what-is-skipped-and-what-it-costs",
+    "skip computation on padding": "guides/skipping.html",
     "freeze some layers": f"{RECIPES}#freeze-some-layers-of-a-stack",
     "progress bar inside jit": "guides/progress.html",
     "carry type changed error": "errors.html#carryerror",
