@@ -9,6 +9,7 @@ What a picture shows of the library it asks the library: which chunks are run, w
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import importlib
@@ -437,4 +438,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

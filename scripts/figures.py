@@ -7,6 +7,7 @@ docs/pictures/charts. All numbers of a suite are in benchmarks/results/<suite>.t
 results give.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -709,4 +710,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()
