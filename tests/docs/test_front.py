@@ -9,7 +9,7 @@ import re
 import tomllib
 import xml.etree.ElementTree as ET
 
-from test_docs import FENCE, FRONT_MATTER, ROOT
+from test_docs import FENCE, ROOT
 
 from scripts import script
 
@@ -56,12 +56,6 @@ def test_the_code_of_the_first_screen_fits_a_phone() -> None:
         if fence["language"] in ("python", "text") and not fence["code"].startswith("treescan.")  # an error scrolls
     ]
     assert [line for fence in blocks for line in fence["code"].splitlines() if len(line) > PHONE] == []
-
-
-def test_the_overview_is_as_short_as_the_home_page_says() -> None:
-    page = FRONT_MATTER.sub("", (ROOT / "docs" / "overview.md").read_text(), count=1)
-    assert "in 1,100 words" in HOME
-    assert len(page.split()) <= 1100  # code and addresses included
 
 
 def test_the_home_page_has_the_version() -> None:
