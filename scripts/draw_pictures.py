@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from draw_front import ASSETS, front_files, ragged
 from draw_guides import axes, bar, curve, held, nan, packing, resets, turns
-from draw_padding import compact, padding, skipped
+from draw_padding import compact, skipped
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
 
@@ -241,7 +241,7 @@ def carry() -> Picture:
     picture.arrow((WIDTH - left - 12, boxes), (WIDTH - left - 12, 28))
     picture.text(left + 22, 54, "to_carry", "small code")
     picture.text(WIDTH - left - 22, 54, "from_carry", "small code", "end")
-    picture.text(WIDTH / 2 - 4, 54, "for adopted types", "small", "middle")
+    picture.text(WIDTH / 2 - 4, 54, "for types of other packages", "small", "middle")
     picture.arrow((writes, boxes), (writes, 94), (reads, 94), (reads, boxes))
     picture.text(WIDTH / 2, 86, "the next step", "small", "middle")
     picture.arrow((reads, boxes + height), (reads, body))
@@ -253,6 +253,35 @@ def carry() -> Picture:
     picture.text(reads, body + 52, f"sees {float(before.read())}", "", "middle")
     picture.text(writes, body + 52, f"returns {returned}", "", "middle")
     picture.arrow((reads + 46, body + 47), (writes - 52, body + 47))
+    return picture
+
+
+# What a scan is.
+
+
+def steps() -> Picture:
+    """A scan over four steps: the carry goes through, xs are sliced, and the outputs are stacked."""
+    picture = Picture(
+        "steps",
+        214,
+        "What a scan does",
+        "Four calls of the body f in a row. Each takes the carry of the call before it, the first takes init, and one "
+        "slice of xs. It returns the next carry and one output. The scan returns the last carry and all outputs.",
+    )
+    wide, apart, left = 50, 72, 58
+    for row, (name, y) in enumerate((("xs", 20), ("f", 88), ("ys", 166))):
+        for step in range(4):
+            x = left + step * apart
+            picture.box(x, y, wide, 32, "box" if row == 1 else "strong box")
+            said = "f" if row == 1 else f"{name}[{step}]"
+            picture.text(x + wide / 2, y + 21, said, "code", "middle")
+            if row:
+                picture.arrow((x + wide / 2, y - (36 if row == 1 else 46)), (x + wide / 2, y))
+    for step in range(5):
+        x = left + step * apart - (apart - wide)
+        picture.arrow((x, 104), (x + apart - wide, 104))
+    picture.text(left - 24, 108, "init", "small code", "end")
+    picture.text(left + 4 * apart + 4, 108, "carry", "small code")
     return picture
 
 
@@ -419,7 +448,7 @@ def choosing() -> Picture:
 
 
 PICTURES = (
-    *(ragged, padding, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
+    *(ragged, steps, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
     *(resets, packing, axes, nan, held, turns, bar, curve),
 )
 

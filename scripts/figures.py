@@ -27,6 +27,7 @@ PART = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTAL
 TICKS = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
 FINE_TICKS = [n / 10 for n in range(1, 31)]
 ROW, AXIS = 32, 20  # pixels: a comparison, and the numbers below all of them
+LEGEND = 17
 
 # Charts by name: the suite, the comparison, what it is compared with, and what the chart calls it.
 Chosen = tuple[str, str, str, str]
@@ -453,14 +454,19 @@ def chart(name: str, comparisons: Sequence[Report]) -> str:
     known = [1.0, *(r[q] for r in ratios for q in ("p10", "p90")), *(c["target"] for c in comparisons if c["target"])]
     low, high = min(known), max(known)
     height = ROW * len(comparisons) + AXIS
+    legend = ["dot: median; thick: middle half; thin: middle 80 %"]
+    if any(c["target"] for c in comparisons):
+        legend.append("short upright line: target")
+    whole = height + LEGEND * len(legend)
     lines = [
-        f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{height}">',
+        f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{whole}">',
         f'<title id="ratios-{name}">Ratios and their spread.</title>',
     ]
     for tick in _ticks(low, high):
         lines += _tick(tick, _x(tick, low, high), height - AXIS)
     for row, comparison in enumerate(comparisons):
         lines += _row(comparison, row * ROW, low, high)
+    lines += [f'<text x="0" y="{height + LEGEND * (n + 1) - 4}">{says}</text>' for n, says in enumerate(legend)]
     return "\n".join([*lines, "</svg></figure>"]) + "\n"
 
 

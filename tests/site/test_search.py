@@ -62,8 +62,8 @@ FIRST_OF_ALL = {  # a job of a newcomer, as one would say it: its page is the fi
     "replace flax nn.RNN": "guides/flax.html#recurrent-networks",
     "train over a sequence that does not fit in memory and resume after a kill": "guides/stream.html",
     "checkpoint and resume a long scan": "guides/stream.html#checkpoints",
-    "cross entropy over a large vocabulary in chunks": "guides/memory.html#a-function-over-chunks",
-    "chunked cross entropy": "guides/memory.html#a-function-over-chunks",
+    "cross entropy over a large vocabulary in chunks": "guides/stream.html#a-function-over-chunks",
+    "chunked cross entropy": "guides/stream.html#a-function-over-chunks",
     "padded loss without NaN": "guides/variable-length.html#from-a-list-to-a-loss",
 }
 
