@@ -5,7 +5,6 @@ Which chunks and which rows are run is what the library's own schedule says.
 
 from __future__ import annotations
 
-
 import jax.numpy as jnp
 from picture import WIDTH, Picture
 
