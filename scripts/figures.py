@@ -580,7 +580,7 @@ def curves(name: str, report: Report) -> str:
         sides = Sides(n * CURVE_GAP + 5, min([1.0, *across]), max(across), min([1.0, *up]), max(up))
         lines += [f'<text x="{sides.left}%" y="13">{of_rows}</text>', *_axes(sides, *targets)]
         lines += _curve(of_rows, ratios, sides)
-    lines.append(f'<text x="0" y="{height - 5}">across: compile time / a where; up: run time / seven tiers</text>')
+    lines.append(f'<text x="0" y="{height - 5}">x axis: compile time / a where; y axis: run time / seven tiers</text>')
     return "\n".join([*lines, "</svg></figure>"]) + "\n"
 
 
@@ -628,7 +628,8 @@ def _curve(of_rows: str, ratios: Mapping[tuple[str, str], Sequence[float]], side
         kind, radius = ("median", 3.5) if simple else ("fitted", 6)
         yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{title}</circle>'
         if simple:
-            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="-6">{tiers.split()[0]}</text>'
+            count = int(tiers.split()[0])  # the label of 4 is below, because 3 is near
+            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="{14 if count == 4 else -6}">{count}</text>''
 
 
 def _of_kind(report: Report, kind: str) -> list[Report]:
