@@ -629,7 +629,7 @@ def _curve(of_rows: str, ratios: Mapping[tuple[str, str], Sequence[float]], side
         yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{title}</circle>'
         if simple:
             count = int(tiers.split()[0])  # the label of 4 is below, because 3 is near
-            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="{14 if count == 4 else -6}">{count}</text>''
+            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="{14 if count == 4 else -6}">{count}</text>'
 
 
 def _of_kind(report: Report, kind: str) -> list[Report]:
