@@ -96,7 +96,8 @@ def on_page_content(html: str, page: Any, **_: object) -> str:
         html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
     html = VARIANCE.sub(r"\1", html)
-    return link_names(html, lambda name: url_of(name, _reference, page.url))
+    linked = link_names(html, lambda name: url_of(name, _reference, page.url))
+    return linked.replace(" -&gt; ", ' <span class="arrow">-&gt;</span> ')  # in tables: a phone breaks lines at hyphens
 
 
 def on_post_page(output: str, **_: object) -> str:

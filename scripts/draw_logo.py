@@ -8,6 +8,7 @@ The logo is a tree, and an arrow that runs through its leaves: a scan.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import shutil
 import struct
@@ -122,4 +123,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -5,8 +5,6 @@ Which chunks and which rows are run is what the library's own schedule says.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from picture import WIDTH, Picture
 
@@ -30,48 +28,6 @@ def tiers_and_orders() -> list[tuple[int, list[int]]]:
     return [((0, *TIERS)[branch], order) for branch, order in zip(branches, orders, strict=True)]
 
 
-class Chunk(NamedTuple):
-    """What is drawn of a chunk: its heading, the rows that are shown, and how many of these are run."""
-
-    heading: str
-    shown: list[int]
-    live: int
-
-
-def padding() -> Picture:
-    """Which steps of which rows are run, without and with `compact`."""
-    chunks = tiers_and_orders()
-    rows, data = len(LENGTHS), sum(LENGTHS)
-    every = list(range(rows))
-    plain = [
-        Chunk(f"steps {n * CHUNK}-{(n + 1) * CHUNK - 1}", every, rows if tier else 0)
-        for n, (tier, _) in enumerate(chunks)
-    ]
-    compact = [Chunk(f"tier of {tier}" if tier else "no tier", order[:tier], tier) for tier, order in chunks]
-    runs, runs_compact = (sum(CHUNK * chunk.live for chunk in panel) for panel in (plain, compact))
-    first = 54
-    second = first + rows * ROW + 42
-    legend = second + 38 + rows * ROW + 30
-    picture = Picture(
-        "padding",
-        legend + 8,
-        "What mask_scan runs of a padded batch",
-        f"{rows} rows of lengths {', '.join(map(str, LENGTHS))}, padded to {STEPS} steps, in chunks of {CHUNK}. "
-        "The last chunk has no valid step and is not run. With compact, the rows that have a valid step come first, "
-        f"and the chunks run on {', '.join(str(tier) for tier, _ in chunks if tier)} rows. {data} of {STEPS * rows} "
-        f"rows' steps are data; {runs} are run without compact, and {runs_compact} with it.",
-    )
-    picture.text(0, 16, f"chunk={CHUNK}", "code")
-    picture.text(WIDTH, 16, f"{runs} of {STEPS * rows} rows' steps are run", "", "end")
-    picture.text(0, first - 8, "row", "small")
-    _draw_chunks(picture, first, plain)
-    picture.text(0, second, f"chunk={CHUNK}, compact=True", "code")
-    picture.text(WIDTH, second, f"{runs_compact} are run", "", "end")
-    _draw_chunks(picture, second + 38, compact)
-    _draw_legend(picture, legend, f"data: {data}")
-    return picture
-
-
 def _draw_legend(picture: Picture, legend: float, data: str) -> None:
     """What the three kinds of boxes are."""
     for x, kind, says in ((0, "data", data), (110, "padding", "padding that is run"), (290, "absent", "not run")):
@@ -79,23 +35,7 @@ def _draw_legend(picture: Picture, legend: float, data: str) -> None:
         picture.text(x + 26, legend, says)
 
 
-def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
-    """One chunk beside the other; the rows are numbered where they are not those of the chunk before."""
-    cell, left, gap = 18, 46, 18
-    for number, chunk in enumerate(chunks):
-        x = left + number * (CHUNK * cell + gap)
-        picture.text(x + CHUNK * cell / 2, top - 8, chunk.heading, "small", "middle")
-        for place, row in enumerate(chunk.shown):
-            y = top + place * ROW
-            if not number or chunk.shown != chunks[number - 1].shown:
-                picture.text(x - 4, y + 13.5, str(row), "small", "end")
-            for step in range(CHUNK):
-                is_data = number * CHUNK + step < LENGTHS[row]
-                kind = "data" if is_data else "padding" if place < chunk.live else "absent"
-                picture.box(x + step * cell + 1, y + 1, cell - 2, ROW - 2, kind, round_=2)
-
-
-# The same, as it goes: a chunk after the other.
+# What is run, a chunk after the other.
 
 SECONDS, SORTS, COLUMN = 2.6, 0.9, 0.3  # of a chunk; until its rows are in order; of a step
 

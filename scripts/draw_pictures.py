@@ -9,6 +9,7 @@ What a picture shows of the library it asks the library: which chunks are run, w
 
 from __future__ import annotations
 
+import argparse
 import ast
 import functools
 import importlib
@@ -23,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from draw_front import ASSETS, front_files, ragged
 from draw_guides import axes, bar, curve, held, nan, packing, resets, turns
-from draw_padding import compact, padding, skipped
+from draw_padding import compact, skipped
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
 
@@ -239,7 +240,7 @@ def carry() -> Picture:
     picture.arrow((WIDTH - left - 12, boxes), (WIDTH - left - 12, 28))
     picture.text(left + 22, 54, "to_carry", "small code")
     picture.text(WIDTH - left - 22, 54, "from_carry", "small code", "end")
-    picture.text(WIDTH / 2 - 4, 54, "for adopted types", "small", "middle")
+    picture.text(WIDTH / 2 - 4, 54, "for types of other packages", "small", "middle")
     picture.arrow((writes, boxes), (writes, 94), (reads, 94), (reads, boxes))
     picture.text(WIDTH / 2, 86, "the next step", "small", "middle")
     picture.arrow((reads, boxes + height), (reads, body))
@@ -251,6 +252,35 @@ def carry() -> Picture:
     picture.text(reads, body + 52, f"sees {float(before.read())}", "", "middle")
     picture.text(writes, body + 52, f"returns {returned}", "", "middle")
     picture.arrow((reads + 46, body + 47), (writes - 52, body + 47))
+    return picture
+
+
+# What a scan is.
+
+
+def steps() -> Picture:
+    """A scan over four steps: the carry goes through, xs are sliced, and the outputs are stacked."""
+    picture = Picture(
+        "steps",
+        214,
+        "What a scan does",
+        "Four calls of the body f in a row. Each takes the carry of the call before it, the first takes init, and one "
+        "slice of xs. It returns the next carry and one output. The scan returns the last carry and all outputs.",
+    )
+    wide, apart, left = 50, 72, 58
+    for row, (name, y) in enumerate((("xs", 20), ("f", 88), ("ys", 166))):
+        for step in range(4):
+            x = left + step * apart
+            picture.box(x, y, wide, 32, "box" if row == 1 else "strong box")
+            said = "f" if row == 1 else f"{name}[{step}]"
+            picture.text(x + wide / 2, y + 21, said, "code", "middle")
+            if row:
+                picture.arrow((x + wide / 2, y - (36 if row == 1 else 46)), (x + wide / 2, y))
+    for step in range(5):
+        x = left + step * apart - (apart - wide)
+        picture.arrow((x, 104), (x + apart - wide, 104))
+    picture.text(left - 24, 108, "init", "small code", "end")
+    picture.text(left + 4 * apart + 4, 108, "carry", "small code")
     return picture
 
 
@@ -352,13 +382,13 @@ def table() -> str:
 # Which loop to write.
 
 QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # and the page of the answer
-    (("A handful of steps,", "or each of another kind?"), ("for",), "#what-they-take"),
+    (("Few steps, or steps", "that differ?"), ("for",), "#what-they-take"),
     (("Layers of one model?",), ("fold_layers", "scan_layers"), "guides/layers.html"),
     (("Rows of unequal length", "in one batch?"), ("mask_scan",), "guides/variable-length.html"),
-    (("Does it end when", "the carry says so?"), ("while_scan",), "guides/early-exit.html"),
-    (("Is an index all", "that a step reads?"), ("fori",), "reference/scan.html#treescan.fori"),
-    (("Is the last carry", "all that you keep?"), ("fold",), "reference/scan.html#treescan.fold"),
-    (("Are the carries", "what you keep?"), ("accumulate",), "reference/scan.html#treescan.accumulate"),
+    (("Stop on a condition?",), ("while_scan",), "guides/early-exit.html"),
+    (("Only a counter,", "no inputs?"), ("fori",), "reference/scan.html#treescan.fori"),
+    (("Only the last carry,", "no outputs?"), ("fold",), "reference/scan.html#treescan.fold"),
+    (("Are the outputs", "the carries?"), ("accumulate",), "reference/scan.html#treescan.accumulate"),
 )
 
 
@@ -417,7 +447,7 @@ def choosing() -> Picture:
 
 
 PICTURES = (
-    *(ragged, padding, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
+    *(ragged, steps, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
     *(resets, packing, axes, nan, held, turns, bar, curve),
 )
 
@@ -436,4 +466,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -7,6 +7,7 @@ docs/pictures/charts. All numbers of a suite are in benchmarks/results/<suite>.t
 results give.
 """
 
+import argparse
 import itertools
 import json
 import math
@@ -26,6 +27,7 @@ PART = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTAL
 TICKS = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
 FINE_TICKS = [n / 10 for n in range(1, 31)]
 ROW, AXIS = 32, 20  # pixels: a comparison, and the numbers below all of them
+LEGEND = 17
 
 # Charts by name: the suite, the comparison, what it is compared with, and what the chart calls it.
 Chosen = tuple[str, str, str, str]
@@ -452,14 +454,19 @@ def chart(name: str, comparisons: Sequence[Report]) -> str:
     known = [1.0, *(r[q] for r in ratios for q in ("p10", "p90")), *(c["target"] for c in comparisons if c["target"])]
     low, high = min(known), max(known)
     height = ROW * len(comparisons) + AXIS
+    legend = ["dot: median; thick: middle half; thin: middle 80 %"]
+    if any(c["target"] for c in comparisons):
+        legend.append("short upright line: target")
+    whole = height + LEGEND * len(legend)
     lines = [
-        f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{height}">',
+        f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{whole}">',
         f'<title id="ratios-{name}">Ratios and their spread.</title>',
     ]
     for tick in _ticks(low, high):
         lines += _tick(tick, _x(tick, low, high), height - AXIS)
     for row, comparison in enumerate(comparisons):
         lines += _row(comparison, row * ROW, low, high)
+    lines += [f'<text x="0" y="{height + LEGEND * (n + 1) - 4}">{says}</text>' for n, says in enumerate(legend)]
     return "\n".join([*lines, "</svg></figure>"]) + "\n"
 
 
@@ -573,7 +580,7 @@ def curves(name: str, report: Report) -> str:
         sides = Sides(n * CURVE_GAP + 5, min([1.0, *across]), max(across), min([1.0, *up]), max(up))
         lines += [f'<text x="{sides.left}%" y="13">{of_rows}</text>', *_axes(sides, *targets)]
         lines += _curve(of_rows, ratios, sides)
-    lines.append(f'<text x="0" y="{height - 5}">across: compile time / a where; up: run time / seven tiers</text>')
+    lines.append(f'<text x="0" y="{height - 5}">x axis: compile time / a where; y axis: run time / seven tiers</text>')
     return "\n".join([*lines, "</svg></figure>"]) + "\n"
 
 
@@ -621,7 +628,8 @@ def _curve(of_rows: str, ratios: Mapping[tuple[str, str], Sequence[float]], side
         kind, radius = ("median", 3.5) if simple else ("fitted", 6)
         yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{title}</circle>'
         if simple:
-            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="-6">{tiers.split()[0]}</text>'
+            count = int(tiers.split()[0])  # the label of 4 is below, because 3 is near
+            yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="{14 if count == 4 else -6}">{count}</text>'
 
 
 def _of_kind(report: Report, kind: str) -> list[Report]:
@@ -709,4 +717,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

@@ -6,6 +6,7 @@ all errors. A golden file that no topic names comes under "Others" of its kind, 
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import re
 from collections.abc import Iterator
@@ -435,4 +436,5 @@ def page_of(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     PAGE.write_text(page_of(PAGE.read_text()))

@@ -7,6 +7,7 @@ Nothing that it imports may import treescan: each copy imports it from the folde
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import json
@@ -117,4 +118,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     serve()

@@ -6,10 +6,10 @@ and all else becomes text. `tests/docs/test_notebooks.py` runs them.
 
 from __future__ import annotations
 
+import argparse
 import base64
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -175,4 +175,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the notebooks are written")
+    main(parser.parse_args().folder)

@@ -3,6 +3,7 @@
 The table goes to benchmarks/results/plan_bytes.md. It takes some minutes, in which each gradient is compiled.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -30,4 +31,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     main()

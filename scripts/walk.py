@@ -3,6 +3,7 @@
 Run it in a process of its own: what an earlier call has traced is not entered again.
 """
 
+import argparse
 import importlib
 import os
 import pkgutil
@@ -81,7 +82,9 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    if "--counts" in sys.argv:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--counts", action="store_true", help="only how many files and calls each verb makes")
+    if parser.parse_args().counts:
         for verb, (files, calls) in walks().items():
             print(f"{verb}: {len(files)} files, {calls} calls")  # noqa: T201
     else:

@@ -1,5 +1,6 @@
 """Commands of an installed treescan.
 
+`python -m treescan` prints the versions that a report of a bug needs.
 `python -m treescan explain CarryError` explains an error.
 `python -m treescan plugins` lists the custom carries of installed distributions.
 """
@@ -7,8 +8,12 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import difflib
+import importlib.metadata
 import importlib.util
+import os
+import platform
 import re
 import sys
 import textwrap
@@ -27,7 +32,9 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 1 if a plugin failed.
     """
     parser = argparse.ArgumentParser("python -m treescan")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(
+        dest="command", metavar="command", description="Without a command: the versions that a report of a bug needs."
+    )
     kinds = [kind.__name__ for kind in PUBLIC if kind is not TreescanError]
     explaining = commands.add_parser("explain", help="says what an error or a warning means, and what to do about it")
     explaining.add_argument("name", metavar="name", help=f"one of {', '.join(kinds)}")
@@ -44,7 +51,26 @@ def main(arguments: list[str] | None = None) -> int:
             explaining.error(f"there is no {name}: {cure}")
         print(section(known[name.lower()], "errors.md"))  # noqa: T201, a program for a terminal
         return 0
-    return _list_plugins()
+    if parsed.command == "plugins":
+        return _list_plugins()
+    print(_versions())  # noqa: T201, a program for a terminal
+    return 0
+
+
+def _versions() -> str:
+    """treescan, Python, what treescan depends on or works with, and the devices, each on a line."""
+    import jax
+
+    lines = [f"python {platform.python_version()}, {platform.platform()}"]
+    for name in ("treescan", "jax", "jaxlib", "numpy", "chex", "jaxtyping", "beartype", "flax", "equinox"):
+        try:
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+    kinds = collections.Counter(device.device_kind for device in jax.devices())
+    lines.append("devices: " + ", ".join(f"{count} x {kind}" for kind, count in kinds.items()))
+    lines += [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith("TREESCAN_")]
+    return "\n".join(lines)
 
 
 def _list_plugins() -> int:

@@ -32,7 +32,7 @@ import treescan.carries
 import treescan.integrations.flax
 import treescan.integrations.nnx
 import treescan.testing
-from scripts import printed
+from scripts import printed, script
 from treescan.__main__ import main
 from treescan._errors import Fault, explain
 from treescan.carries import _registry
@@ -46,8 +46,14 @@ TUTORIAL = TUTORIALS / "plugin.md"
 LONG = (
     *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama", "solvers")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers", "flax", "random-keys", "training")),
-    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "performance", "custom-carries")),
-    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers-patterns", "devices", "migrating")),
+    *(
+        ROOT / "docs" / "guides" / f"{name}.md"
+        for name in ("variable-length", "packing", "skipping", "performance", "custom-carries")
+    ),
+    *(
+        ROOT / "docs" / "guides" / f"{name}.md"
+        for name in ("layers-patterns", "devices", "migrating", "migrating-flax", "migrating-haiku")
+    ),
     *(ROOT / "docs" / page for page in ("recipes/index.md", "frameworks.md")),
 )
 OF_DEVICES = [ROOT / "docs" / "guides" / "devices.md"]
@@ -252,6 +258,25 @@ def test_the_wheel_explains_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["explain", "treescan.carryerror"]) == 0  # as a traceback prints it, or carelessly
     assert capsys.readouterr().out == explained * 2
     assert "carry cannot grow" in explained
+
+
+def test_a_report_of_a_bug_has_its_versions(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREESCAN_REWRITE", "0")
+    assert main([]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert f"jax {jax.__version__}" in printed
+    assert f"devices: {jax.device_count()} x {jax.devices()[0].device_kind}" in printed
+    assert printed[-1] == "TREESCAN_REWRITE=0"
+
+
+def test_the_description_on_an_index_has_no_links_into_the_repository() -> None:
+    readme, index = (ROOT / "README.md").read_text(), script("index_readme")
+    assert not re.search(r"\]\((?!https:)|\]\[|^\[\w+\]:|<!--", index.description(readme, None, "1.0"), re.MULTILINE)
+    linked = index.description(readme, "https://host/project", "1.0")
+    assert "](https://host/project/blob/v1.0/docs/errors.md)" in linked
+    assert "](https://host/project/raw/v1.0/docs/assets/ragged.svg)" in linked
 
 
 @pytest.mark.parametrize(("name", "told"), [("CaryError", "did you mean CarryError?"), ("foo", "PluginWarning")])

@@ -53,6 +53,8 @@ def test_the_core_is_as_large_as_the_page_says() -> None:
     assert written
     assert int(written[1]) == len(files)
     assert abs(int(written[2].replace(",", "")) - sum(map(core.lines_of, files))) < 100
+    copied = core.closure((*core.VERBS, *core.SURROUNDINGS), core.imported_at_the_head)
+    assert f"the command below writes {len(copied)}" in PAGE
 
 
 def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ JOBS = {  # the query, and where its answer is: a page, or a section of it that 
     "dropout keys per step": "guides/random-keys.html",
     "running mean in a scan": "guides/custom-carries.html",
     "reverse scan": "reference/scan.html",
-    "skip computation on padding": "guides/variable-length.html#what-is-skipped-and-what-it-costs",
+    "skip computation on padding": "guides/skipping.html",
     "freeze some layers": f"{RECIPES}#freeze-some-layers-of-a-stack",
     "progress bar inside jit": "guides/progress.html",
     "carry type changed error": "errors.html#carryerror",
@@ -62,8 +62,8 @@ FIRST_OF_ALL = {  # a job of a newcomer, as one would say it: its page is the fi
     "replace flax nn.RNN": "guides/flax.html#recurrent-networks",
     "train over a sequence that does not fit in memory and resume after a kill": "guides/stream.html",
     "checkpoint and resume a long scan": "guides/stream.html#checkpoints",
-    "cross entropy over a large vocabulary in chunks": "guides/memory.html#a-function-over-chunks",
-    "chunked cross entropy": "guides/memory.html#a-function-over-chunks",
+    "cross entropy over a large vocabulary in chunks": "guides/stream.html#a-function-over-chunks",
+    "chunked cross entropy": "guides/stream.html#a-function-over-chunks",
     "padded loss without NaN": "guides/variable-length.html#from-a-list-to-a-loss",
 }
 

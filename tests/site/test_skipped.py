@@ -8,7 +8,7 @@ from conftest import Open
 from playwright.sync_api import Locator, Page, expect
 from plots import rows_of_steps
 
-PAGE = "guides/variable-length.html"
+PAGE = "guides/skipping.html"
 STEPS = 16
 
 

@@ -390,7 +390,7 @@ def _own_rows(lengths: Any) -> Spans:
 def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTree = 0) -> Padded[Y]:
     """Gives each packed sequence a row of its own. It is one gather, works on traced arrays, and is differentiable.
 
-    Losses that expect a padded batch, for example CTC, take it in this form. Padding is not read, and gets no gradient.
+    Losses that expect a padded batch, for example CTC, take it in this form. Padding has no effect and no gradient.
 
     Args:
         packed: the batch.

@@ -82,7 +82,7 @@ def mask_scan(
     compact: bool | tuple[int, ...] = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Scans a batch of rows of unequal length. Padding is never read, and steps that are only padding are skipped.
+    """Scans a batch of rows of unequal length. Padding has no effect, and chunks that are only padding are skipped.
 
     Values and gradients are those of the unpadded rows, each scanned on its own. Gradients with respect to the padding
     are exactly 0. Both hold whatever the padding contains, including NaN and inf, for bodies that treat rows

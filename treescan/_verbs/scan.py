@@ -258,7 +258,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `key`, `offset`, `remat`, `truncate`, `name`, `progress`,
             `check_finite`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of
-            `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding is never read.
+            `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding has no effect.
 
     Returns:
         The last step's carry.
@@ -327,7 +327,7 @@ def accumulate(
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`, `name`,
             `progress`, `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the
-            padding of `xs` `[T, *batch, ...]` is never read, and the carries of padded steps are 0.
+            padding of `xs` `[T, *batch, ...]` has no effect, and the carries of padded steps are 0.
 
     Returns:
         The carries, `[T, ...]`. In reverse, the carry after the step at position t is at t.

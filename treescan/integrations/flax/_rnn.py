@@ -215,12 +215,12 @@ def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
 
 
 class RNN(nn.Module):
-    """Applies a cell over sequences. It is a drop-in replacement for flax.linen.RNN that never reads padding.
+    """Applies a cell over sequences. It is a drop-in replacement for flax.linen.RNN without effects of padding.
 
     It has the fields, the arguments and the variables of `flax.linen.RNN`, and without `seq_lengths` its results. With
     `seq_lengths`, each row runs as if it were alone:
 
-    - Padding is never read. A NaN there reaches no output, carry or gradient, and gradients with respect to padding
+    - Padding has no effect. A NaN there reaches no output, carry or gradient, and gradients with respect to padding
       are exactly 0.
     - Steps that no row reaches do not run, neither in the forward nor in the backward pass.
     - Outputs at padding are exactly 0. flax returns what the cell computes there.
