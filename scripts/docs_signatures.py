@@ -12,17 +12,17 @@ import griffe
 
 # The verbs, by their modules, with what one overload does not say of `xs`.
 VERBS = {
-    "scan.scan": "X | None",
-    "scan.fold": "X | None",
-    "scan.accumulate": "X | None",
-    "fori.fori": None,
-    "chunk_map.chunk_map": None,
-    "while_scan.while_scan": "X | None",
-    "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
-    "stream.stream": None,
-    "stream.stream_parts": None,
-    "layers.scan_layers": "X | None",
-    "layers.fold_layers": "X | None",
+    "_verbs.scan.scan": "X | None",
+    "_verbs.scan.fold": "X | None",
+    "_verbs.scan.accumulate": "X | None",
+    "_verbs.fori.fori": None,
+    "_extras.chunk_map.verb.chunk_map": None,
+    "_verbs.while_scan.while_scan": "X | None",
+    "_verbs.mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
+    "_extras.stream.verb.stream": None,
+    "_extras.stream.verb.stream_parts": None,
+    "_verbs.layers.scan_layers": "X | None",
+    "_verbs.layers.fold_layers": "X | None",
 }
 
 
@@ -32,7 +32,7 @@ class Signatures(griffe.Extension):
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Called by griffe."""
         if pkg.name == "treescan":
-            functions = {name: pkg[f"_verbs.{name}"] for name in VERBS}
+            functions = {name: pkg[name] for name in VERBS}
             ideal = {name: parameters_of(pkg, function, VERBS[name]) for name, function in functions.items()}
             for name, function in functions.items():
                 fold_overloads(function)
@@ -89,10 +89,11 @@ def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | N
 
 def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list[griffe.Parameter]:
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
-    verbs = ["stream.stream", "mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers"]
-    defaults = {
-        parameter.name: parameter.default for verb in verbs for parameter in package[f"_verbs.{verb}"].parameters
-    }
+    verbs = [
+        "_extras.stream.verb.stream",
+        *(f"_verbs.{at}" for at in ("mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")),
+    ]
+    defaults = {parameter.name: parameter.default for verb in verbs for parameter in package[verb].parameters}
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
     annotations = options_in(package, annotation.removeprefix("Unpack[").removesuffix("]")) | annotations
     order = [name for name in defaults if name in annotations]
