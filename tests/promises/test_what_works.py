@@ -116,7 +116,7 @@ OF_OPTIONS = {
 }
 
 
-ELSEWHERE = {"length"}  # of layers, see `test_layers.py`
+ELSEWHERE = {"length", "options"}  # `test_layers.py` has that of layers, and `tests/options` the options
 
 
 @pytest.mark.parametrize("verb", OF_OPTIONS)

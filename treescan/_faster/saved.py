@@ -287,6 +287,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     part, d_on = nonzero_part(given, (d_consts, d_state, SCHEDULE.put(d_fed, None)))
     found = linearize(dataclasses.replace(loop, xs=fed), part)
     bare, record = as_step(loop).bare.having(callee=loop.callee.apart()), found.record  # a rule may not hold tracers
+    branches = loop.hoisted.branches
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
         xs = SCHEDULE.put(fed, schedule)
@@ -303,7 +304,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         def stacked(given: tuple[Any, Arrays, Feed, Arrays]) -> Result:
             return stack_chunks(recording(*given[:3], schedule), size, given[3])
 
-        return push_plainly(stacked, primals[:-1], tangents[:-1], branches=loop.hoisted.branches)
+        return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
     saving.defjvp(rule, symbolic_zeros=True)
 
