@@ -302,7 +302,9 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("carry_class_not_called", "carry_of_another_carry"),
             ("buffer_*", "carry_*", "cast_*", "register_*", "write_tree_*", "x_of_*"),
         ),
-        Topic("Progress", "Pass True, a label, or a `treescan.Progress`.", ("progress_number",), ("progress_*",)),
+        Topic(
+            "Progress", "Pass True, a label, or a `treescan.meters.Progress`.", ("progress_number",), ("progress_*",)
+        ),
         Topic("lift", "The message says what the argument must be.", ("lift_variables_not_a_dict",), ("lift_*",)),
     ),
     "TracedArgumentError": (

@@ -205,7 +205,7 @@ LOSSY: dict[str, tuple[Any, Any]] = {
 @parametrize("given", LOSSY)
 def test_what_cannot_be_held_is_refused(given: tuple[Any, Any]) -> None:
     init, returned = given
-    with pytest.raises(treescan.PluginError, match="cannot hold"):
+    with pytest.raises(treescan.errors.PluginError, match="cannot hold"):
         fold(lambda seen, x: returned, init, jnp.ones(2))
 
 
@@ -233,7 +233,7 @@ def test_half_precision_moments_count_beyond_its_range() -> None:
 )
 def test_values_that_cannot_be(make: Any) -> None:
     """The texts of others are golden."""
-    with pytest.raises(treescan.ArgumentError):
+    with pytest.raises(treescan.errors.ArgumentError):
         make()
 
 
@@ -316,7 +316,7 @@ def test_a_carry_of_a_number_combines_the_entries_of_a_vector_only_if_told_to(na
     def run(init: Any) -> Any:
         return value(fold(lambda _, x: x, init, xs))
 
-    with pytest.raises(treescan.PluginError, match=r"make it of shape \(3,\).*shared=True"):
+    with pytest.raises(treescan.errors.PluginError, match=r"make it of shape \(3,\).*shared=True"):
         run(make())
     combined = jnp.sum if name == "sum" else jnp.mean
     npt.assert_allclose(run(make(shared=True)), combined(jnp.array(of_each)), rtol=1e-6)
@@ -345,5 +345,5 @@ def test_stretches_of_one_length_are_one_program(name: str) -> None:
 
 
 def test_a_vector_a_row_for_a_number_of_all_rows() -> None:
-    with pytest.raises(treescan.PluginError, match=r"For a number per entry, make it of shape \(3,\)"):
+    with pytest.raises(treescan.errors.PluginError, match=r"For a number per entry, make it of shape \(3,\)"):
         treescan.mask_scan(lambda _, x: (x, None), ema(0.0, 0.9, shared=True), jnp.ones((4, 2, 3)), lengths=[1, 2])

@@ -341,5 +341,5 @@ def test_a_carry_with_rows_is_tried_on_rows_by_default() -> None:
 
 @pytest.mark.parametrize("returned", [jnp.zeros(2), 1.0, {}])
 def test_too_few_steps(returned: Any) -> None:
-    with pytest.raises(treescan.ArgumentError, match="at least 3 steps"):
+    with pytest.raises(treescan.errors.ArgumentError, match="at least 3 steps"):
         check_carry(Plain(jnp.zeros(())), returned)

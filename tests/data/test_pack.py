@@ -62,7 +62,7 @@ def test_packs_and_unpacks(sequences, rows, more, value):
     length = None if more is None else max(lengths) + more
     try:
         packed = pack(sequences, rows=rows, length=length, value=value)
-    except treescan.ArgumentError as error:
+    except treescan.errors.ArgumentError as error:
         assert rows is not None
         assert length is not None
         assert "cannot hold" in str(error)

@@ -127,7 +127,7 @@ def test_values_round_as_their_dtype():
 
 @parametrize("value", {"out of range": 2**31, "negative": -(2**31) - 1, "text": "1", "none": None, "complex": 1j})
 def test_values_that_do_not_fit(value):
-    with pytest.raises(treescan.ArgumentError, match="cannot hold the `value`"):
+    with pytest.raises(treescan.errors.ArgumentError, match="cannot hold the `value`"):
         pad([np.ones(1, np.int32)], value=value)
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import treescan
-from treescan import Remat, RematPlan
+from treescan import Remat
+from treescan.types import RematPlan
 
 Types = Any
 PLANS = [

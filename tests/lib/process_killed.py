@@ -34,7 +34,7 @@ def main() -> None:
     def source(start: int, n: int) -> Any:
         return put(XS[start : start + n, mine], None, "d")
 
-    def on_part(part: treescan.Part[Any, Any]) -> None:
+    def on_part(part: treescan.types.Part[Any, Any]) -> None:
         time.sleep(float(pause))
         print("part", part.start, flush=True)
         if part.start == 4 * CHUNK and number == int(fails):

@@ -14,7 +14,8 @@ import numpy as np
 from error_cases import case
 
 import treescan
-from treescan import Checkpoint, Progress, stream, stream_parts
+from treescan import Checkpoint, stream, stream_parts
+from treescan.meters import Progress
 
 XS = np.arange(12, dtype=np.float32)
 HOST = ("jit", "vmap", "grad")

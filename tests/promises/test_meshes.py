@@ -250,7 +250,7 @@ VERBS: dict[str, Any] = {
 }
 CHECKS: list[dict[str, Any]] = [{}, {"check_finite": True}]
 MAPPED: list[tuple[str, dict[str, Any]]] = [(verb, options) for options in CHECKS for verb in VERBS]
-MAPPED.append(("scan", {"progress": treescan.Progress(meter=treescan.Text())}))
+MAPPED.append(("scan", {"progress": treescan.meters.Progress(meter=treescan.meters.Text())}))
 
 
 @pytest.mark.parametrize("kind", ["Explicit", pytest.param("Auto", marks=pytest.mark.slow)])
@@ -304,7 +304,7 @@ def test_a_checked_step_may_read_weights_that_name_no_mesh(use: Any, names: tupl
         return treescan.fold(lambda h, x: jnp.log(use(w, h) + x), h, xs, check_finite="return")[1]
 
     def says(*given: Any) -> str:
-        with pytest.raises(treescan.NonFiniteError) as caught:
+        with pytest.raises(treescan.errors.NonFiniteError) as caught:
             run(*given).check()
         return str(caught.value)
 

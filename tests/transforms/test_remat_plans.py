@@ -28,7 +28,7 @@ def test_fori_of_a_traced_range():
     run = functools.partial(treescan.fori, 2, 30, lambda i, h: jnp.sin(h * w + i), w)
     with jax.disable_jit():  # a plan is chosen for what jit would run
         assert_close(run(remat=Remat.fit(10**6)), run())
-    with pytest.raises(treescan.ArgumentError, match="cannot choose a plan"):
+    with pytest.raises(treescan.errors.ArgumentError, match="cannot choose a plan"):
         jax.jit(functools.partial(total, remat=treescan.Remat.fit(10**6)))(w, 11)
 
 

@@ -9,12 +9,9 @@ from jax import Array
 from jaxtyping import Float
 
 from treescan import (
-    Measurements,
     Packed,
     Padded,
-    Part,
     Remat,
-    RematPlan,
     accumulate,
     chunk_map,
     fold,
@@ -33,6 +30,7 @@ from treescan import (
     unpack,
     unpad,
 )
+from treescan.types import Measurements, Part, RematPlan
 
 xs, one, key = jnp.arange(3.0), jnp.ones(()), jax.random.key(0)
 

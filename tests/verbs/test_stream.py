@@ -194,7 +194,7 @@ def test_a_check_counts_over_the_whole_run() -> None:
     xs = np.zeros(40, np.float32)
     xs[23] = 9
     for length in (40, 38):
-        with pytest.raises(treescan.NonFiniteError, match="`h` became NaN in step 23"):
+        with pytest.raises(treescan.errors.NonFiniteError, match="`h` became NaN in step 23"):
             stream(step, jnp.float32(2), xs[:length], chunk=10, check_finite=True)
 
 
@@ -326,7 +326,7 @@ def test_a_carry_that_was_donated_says_so() -> None:
     equal(final.carry, scan(rnn, inits()[rnn], XS)[0])
     assert len(parts) == 7
     for part in parts:
-        with pytest.raises(treescan.ArgumentError, match="was donated to the next part"):
+        with pytest.raises(treescan.errors.ArgumentError, match="was donated to the next part"):
             part.carry  # noqa: B018
         assert "carry" not in repr(part)
 
@@ -395,7 +395,7 @@ def test_one_bar_for_the_whole_run() -> None:
         return n + 1, None
 
     for donate in (False, True):
-        bar = treescan.Progress(show=lambda n: {"n": n}, meter=Recorder())
+        bar = treescan.meters.Progress(show=lambda n: {"n": n}, meter=Recorder())
         run = functools.partial(stream, count, jnp.int32(0), chunk=15, progress=bar, donate=donate)
         for given, total, ends in (
             ({"source": XS}, 37, [15, 30, 37]),
@@ -407,7 +407,7 @@ def test_one_bar_for_the_whole_run() -> None:
 
 
 def test_the_bar_of_a_context_is_that_of_the_whole_run() -> None:
-    with treescan.progress(treescan.Progress(meter=Recorder(), updates=2)):
+    with treescan.progress(treescan.meters.Progress(meter=Recorder(), updates=2)):
         told = bars(lambda: [stream(rnn, inits()[rnn], XS, chunk=15, **o) for o in ({}, {"progress": False})])
     assert (told, labels()) == ([(37, [(15, {}), (30, {}), (37, {})])], ["stream rnn"])
 

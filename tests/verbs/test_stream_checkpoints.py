@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treescan import Checkpoint, CheckpointError, mask_scan, scan, stream, stream_parts
+from treescan import Checkpoint, mask_scan, scan, stream, stream_parts
 from treescan.carries import keys
+from treescan.errors import CheckpointError
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -372,7 +373,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     process = started(tmp_path, limit=300)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "treescan.CheckpointError" in error
+    assert "treescan.errors.CheckpointError" in error
     assert "could not be written: File too large" in " ".join(error.split())
     process = started(tmp_path)  # there is room again
     assert process.communicate(timeout=120) and process.returncode == 0

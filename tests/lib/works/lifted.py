@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treescan import In, Out
+from treescan.lifting import In, Out
 
 from . import plain
 from .example import DECAY, KEY, D, Form, Given, State, T, Verb, X, body_of, carried, cell, drawn, has, start, values

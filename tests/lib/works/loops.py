@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from treescan import AbstractProgressMeter, Progress, Remat
+from treescan import Remat
+from treescan.meters import AbstractProgressMeter, Progress
 
 from .example import KEY, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
 

@@ -243,8 +243,8 @@ def measure_remat(
             `Remat("everything_saveable", levels=2)`.
         seconds: how long it may take. A gradient that is being compiled is compiled to the end, and each that was
             compiled is measured once at least.
-        progress: a bar of the plans that are compiled: True, a label, a `treescan.Progress` with a label and a meter,
-            or False for none.
+        progress: a bar of the plans that are compiled: True, a label, a `treescan.meters.Progress` with a label and a
+            meter, or False for none.
         **options: the other options of the verb.
 
     Returns:

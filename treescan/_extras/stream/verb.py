@@ -151,8 +151,8 @@ def stream(
         save: which outputs to keep, as for `treescan.scan`, except for positions. A number must divide `chunk`.
         reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
         unroll: how many steps are compiled into one iteration of the loop.
-        on_part: called with each `treescan.Part` in turn, when the next part is on its way. Without it, outputs are
-            dropped.
+        on_part: called with each `treescan.types.Part` in turn, when the next part is on its way. Without it, outputs
+            are dropped.
         checkpoint: a folder, or a `treescan.Checkpoint`, where the state of the run is saved: the same call continues
             from there. It needs `orbax-checkpoint`.
         prefetch: how many parts are read ahead, each of which takes memory. 0: parts are read in the caller's thread.
@@ -195,7 +195,7 @@ def stream(
     """
     try:
         check_options(unknown, _ACCEPTED | {"chunk", "on_part", "source"}, _REFUSES)
-        expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
+        expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.types.Part`", on_part)
         donate = on_part is None if donate is None else donate
         options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
         run = _run_of(
@@ -265,8 +265,8 @@ def stream_parts(
         **options: those of `treescan.stream`, except `on_part`.
 
     Returns:
-        A generator of `treescan.Part`. What `treescan.stream` returns is the value of its `StopIteration`. A run that a
-        checkpoint says is finished has no further parts.
+        A generator of `treescan.types.Part`. What `treescan.stream` returns is the value of its `StopIteration`. A run
+        that a checkpoint says is finished has no further parts.
 
     Raises:
         ArgumentError: as `treescan.stream`.
