@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ._extras.chunk_map.verb import chunk_map as chunk_map
     from ._extras.describe.verb import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._extras.linear.verb import linear_scan as linear_scan
-    from ._extras.stream.verb import stream as stream, stream_parts as stream_parts
+    from ._extras.stream.verb import stream as stream
     from ._options.finite.case import last_nonfinite as last_nonfinite
     from ._stacks.stack import (
         init_layers as init_layers,
@@ -68,7 +68,7 @@ else:
             "_verbs.mask_scan": "mask_scan",
             "_verbs.progress": "progress",
             "_verbs.scan": "accumulate fold scan",
-            "_extras.stream.verb": "stream stream_parts",
+            "_extras.stream.verb": "stream",
             "_verbs.while_scan": "while_scan",
         },
         {  # names before 0.1, until 0.2
@@ -77,6 +77,7 @@ else:
             "treescan.lifting.*": "In Out lift",
             "treescan.meters.*": "AbstractProgressMeter Progress Text Tqdm",
             "treescan.state_dict.*": "layers_from_state_dict layers_to_state_dict",
+            "treescan.stream(..., parts=True)": "stream_parts",
             "treescan.types.*": "Description FiniteReport Measurements NonFinite Part RematPlan WhileResult",
         },
     )

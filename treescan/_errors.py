@@ -399,7 +399,9 @@ def _unfit(
     says = f"needs {', '.join(f'`{each}`' for each in missing)}" if missing else str(error).partition("() ")[2]
     call = [*(p.name for p in first), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
     call += [f"{option}=..." for option in needed]
-    return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.")
+    names = {p.name for p in known}
+    meant = [cure for each in kwargs.keys() - names if (cure := advice(each, missing)).startswith("Did you")]
+    return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.", *meant)
 
 
 def named_fields(kind: type[_T]) -> type[_T]:

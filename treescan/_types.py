@@ -380,9 +380,9 @@ class StackTurns(StackOptions, Turns):
 
 
 class StreamOptions(IndexOptions, total=False):
-    """The options of `stream` and `stream_parts`, less `key` and `save`."""
+    """The options of `stream`, less `key`, `save`, and what becomes of its parts."""
 
-    chunk: Required[int]
+    part: Required[int]
     length: int | None
     lengths: ArrayLike | None
     remainder: Literal["run", "mask"]

@@ -45,7 +45,7 @@ def main() -> None:
         checkpoint = treescan.Checkpoint(folder, every=2)
         init = put(INIT[mine], "d")
         h, _ = treescan.stream(
-            step, init, source, chunk=CHUNK, length=T, on_part=on_part, checkpoint=checkpoint, donate=True
+            step, init, source, part=CHUNK, length=T, on_part=on_part, checkpoint=checkpoint, donate=True
         )
     except Exception as error:
         print("raised", type(error).__name__, flush=True)

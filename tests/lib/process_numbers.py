@@ -181,7 +181,7 @@ def stream(at: Place, data: Data) -> Any:
     once, ys = treescan.mask_scan(step, h, source(0, T), **options)
     Counter.bars.clear()
     options["progress"] = treescan.meters.Progress("rows", meter=Counter())
-    carry, last = treescan.stream(step, h, source, chunk=16, length=T, on_part=on_part, **options)
+    carry, last = treescan.stream(step, h, source, part=16, length=T, on_part=on_part, **options)
     assert Counter.bars == ([] if jax.process_index() else ["closed"])
     assert starts == [0, 16, 32] and whole(carry) == whole(once) and whole(last["last"]) == whole(ys["last"])
     return [carry, last["last"]]

@@ -29,7 +29,7 @@ def layers_of(h: Any, xs: Any, **options: Any) -> Any:
 
 
 def in_parts(h: Any, xs: Any, **options: Any) -> Any:
-    return treescan.stream(lambda h, x: (step(h, x), None), h, xs, chunk=2, **options)[0]
+    return treescan.stream(lambda h, x: (step(h, x), None), h, xs, part=2, **options)[0]
 
 
 def until(axis: int | None, h: Any, xs: Any, **options: Any) -> Any:

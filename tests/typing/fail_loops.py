@@ -162,8 +162,8 @@ last(pad([one]), xs, reverse="yes")  # error
 # stream
 
 stream(step, State(one), xs)  # error
-stream(step, State(one), xs, chunk=2, truncate=2)  # error
-stream(step, State(one), xs, chunk=2, on_part=lambda part: part.carry.cell)  # error
+stream(step, State(one), xs, part=2, truncate=2)  # error
+stream(step, State(one), xs, part=2, on_part=lambda part: part.carry.cell)  # error
 
 # chunk_map
 

@@ -26,7 +26,6 @@ from treescan import (
     repad,
     scan,
     stream,
-    stream_parts,
     unpack,
     unpad,
 )
@@ -228,11 +227,11 @@ def noisy(carry: Array, x: Array, /, *, key: Array) -> tuple[Array, Float[Array,
     return carry + x, x
 
 
-assert_type(stream(step, one, xs, chunk=2, save="last"), tuple[Array, dict[str, Array]])
-assert_type(stream(step, one, xs, chunk=2, on_part=on_part)[0], Array)
-assert_type(stream(step, one, lambda start, n: xs[start : start + n], chunk=2, length=3, lengths=3)[0], Array)
-assert_type(stream(noisy, one, xs, chunk=2, key=key, save="last"), tuple[Array, Array])
-for part in stream_parts(step, one, xs, chunk=2, checkpoint="folder", donate=True):
+assert_type(stream(step, one, xs, part=2, save="last"), tuple[Array, dict[str, Array]])
+assert_type(stream(step, one, xs, part=2, on_part=on_part)[0], Array)
+assert_type(stream(step, one, lambda start, n: xs[start : start + n], part=2, length=3, lengths=3)[0], Array)
+assert_type(stream(noisy, one, xs, part=2, key=key, save="last"), tuple[Array, Array])
+for part in stream(step, one, xs, part=2, checkpoint="folder", donate=True, parts=True):
     assert_type(part.carry, Array)
     assert_type(part.ys, dict[str, Array])
     assert_type(part.start, int)
