@@ -97,7 +97,7 @@ def packed_names() -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
     sequences = [jnp.arange(length) + 10 * number for number, length in enumerate(LENGTHS)]
     batch = treescan.pack(sequences)
     rows = jnp.where(batch.mask, batch.data, -1).T.tolist()
-    back = treescan.unpack(batch, batch.data)
+    back = treescan.unpack(batch.data, batch)
     return tuple([[name(int(code)) for code in row] for row in table] for table in (sequences, rows, back))  # type: ignore[return-value]
 
 

@@ -257,7 +257,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "An option that the verb does not have",
             "The message suggests the option with the most similar name.",
-            ("option_misspelt", "option_of_mask_scan", "pad_fill", "lengths_by_position"),
+            ("option_misspelt", "option_of_mask_scan", "pad_value", "lengths_by_position"),
             (
                 "option_*",
                 "stack_axis",

@@ -399,8 +399,8 @@ def _unfit(
     says = f"needs {', '.join(f'`{each}`' for each in missing)}" if missing else str(error).partition("() ")[2]
     call = [*(p.name for p in first), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
     call += [f"{option}=..." for option in needed]
-    names = {p.name for p in known}
-    meant = [cure for each in kwargs.keys() - names if (cure := advice(each, missing)).startswith("Did you")]
+    others = sorted(kwargs.keys() - {p.name for p in known})
+    meant = [f"It has no option `{each}`. {cure}" for each in others if "Did" in (cure := advice(each, missing))]
     return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.", *meant)
 
 

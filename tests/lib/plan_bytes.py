@@ -20,7 +20,7 @@ PLANS = [
     Remat("everything_saveable", levels=2),
     Remat("dots_saveable"),
     Remat("dots_saveable", levels=2),
-    Remat(levels=2, segment=2),
+    Remat(levels=2, chunk=2),
 ]
 
 

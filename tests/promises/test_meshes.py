@@ -338,7 +338,7 @@ def left_to_xla(w: Any, h: Any, x: Any) -> Any:
 
 SPREADING: dict[str, Any] = {
     "auto": lambda step, h, xs: treescan.scan(step, h, xs, remat="auto"),
-    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=treescan.Remat("everything_saveable", segment=6)),
+    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=treescan.Remat("everything_saveable", chunk=6)),
     "mask": lambda step, h, xs: treescan.mask_scan(step, h, xs, lengths=np.full(8, 36)),
     "while": lambda step, h, xs: treescan.while_scan(lambda h: h[:, 0] < 9, step, h, xs),
     "finite": lambda step, h, xs: treescan.scan(step, h, xs, check_finite=True),

@@ -105,7 +105,7 @@ def plan_remat(
         >>> plan = treescan.plan_remat(
         ...     step, h, w, remat=treescan.Remat.fit(1_000_000)
         ... )
-        >>> print(plan.remat.segment, plan.evaluations, plan.needed_bytes)
+        >>> print(plan.remat.chunk, plan.evaluations, plan.needed_bytes)
         8 2 587776
     """
     try:

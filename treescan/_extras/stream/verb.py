@@ -175,8 +175,8 @@ def stream(
         on_part: called with each `treescan.types.Part` in turn, when the next part is on its way. Without it, outputs
             are dropped.
         parts: return the parts themselves, for a `for` loop. Each comes while the next one runs. Nothing runs before
-            the first one is asked for. A loop that is left early ends the run: the thread that reads ends, and checkpoints
-            stay. A checkpoint counts a part when the loop asks for the next one.
+            the first one is asked for. A loop that is left early ends the run: the thread that reads ends, and
+            checkpoints stay. A checkpoint counts a part when the loop asks for the next one.
         checkpoint: a folder, or a `treescan.Checkpoint`, where the state of the run is saved: the same call continues
             from there. It needs `orbax-checkpoint`.
         prefetch: how many parts are read ahead, each of which takes memory. 0: parts are read in the caller's thread.
