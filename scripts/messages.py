@@ -410,7 +410,7 @@ def kinds() -> dict[str, list[str]]:
     """The golden files by the kind of their errors, in the order of the topics; kinds without topics come last."""
     found: dict[str, list[str]] = {kind: [] for kind in TOPICS}
     for file in sorted(GOLDEN.glob("*.txt")):
-        kind = re.match(r"treescan\.(\w+):", file.read_text())
+        kind = re.match(r"treescan\.errors\.(\w+):", file.read_text())
         assert kind, f"{file.name} does not begin with an error"
         found.setdefault(kind[1], []).append(file.stem)
     return {kind: names for kind, names in found.items() if names}
