@@ -221,7 +221,7 @@ def _auto(body: Body) -> Iterator[Comparison | Memory]:
     def theirs(params: Any, init: Any, xs: Any) -> Any:
         return jax.lax.scan(functools.partial(body.step, params), init, xs)
 
-    whole = functools.partial(ours, remat=treescan.Remat("everything_saveable", levels=2, segment=32))
+    whole = functools.partial(ours, remat=treescan.Remat("everything_saveable", levels=2, chunk=32))
     args = body.params, body.init, body.xs
     peer = Program(gradient_of(theirs))
     for name, scan, target in (("auto", ours, AUTO_TARGETS.get(body.name, TARGET)), ("chunks of 32", whole, None)):

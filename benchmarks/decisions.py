@@ -30,7 +30,7 @@ def comparisons() -> Iterator[Comparison | Memory]:
     yield from _of(everything[0], "control", functools.partial(_by_hand, everything[0]), CHECKPOINT)
     for body in everything:
         yield from _of(body, "step", functools.partial(_ours, body, "step"), CHECKPOINT)
-        whole = treescan.Remat("everything_saveable", levels=2, segment=CHUNK)
+        whole = treescan.Remat("everything_saveable", levels=2, chunk=CHUNK)
         yield from _of(body, "chunks", functools.partial(_ours, body, whole), NESTED)
 
 

@@ -235,7 +235,7 @@ def _packed(size: Size, sequences: int) -> Iterator[Comparison]:
 def _packed_forward(params: Params, init: State, packed: treescan.Packed[Array]) -> tuple[Array, Array]:
     """The sum of squares of all ys, and the last y of each sequence."""
     _, ys = treescan.mask_scan(functools.partial(lstm, params), init, packed)
-    return jnp.sum(ys**2), treescan.last(packed, ys, reverse=False)
+    return jnp.sum(ys**2), treescan.last(ys, packed, reverse=False)
 
 
 def _packed_loss(params: Params, init: State, packed: treescan.Packed[Array]) -> Array:

@@ -25,8 +25,8 @@ SHORT = 32
 LENGTHS = {100: 40, 1000: 10, 2000: 10}
 """The lengths of the loops with steps of one millisecond, and how many blocks are measured of each."""
 MANY = 20_000
-METER = treescan.Tqdm() if importlib.util.find_spec("tqdm") else treescan.Text()
-BAR = treescan.Progress("loop", meter=METER)
+METER = treescan.meters.Tqdm() if importlib.util.find_spec("tqdm") else treescan.meters.Text()
+BAR = treescan.meters.Progress("loop", meter=METER)
 WITHOUT, PEER = "the same without progress", "jax-tqdm"
 
 
@@ -40,7 +40,7 @@ def comparisons() -> Iterator[Comparison]:
     long = _size_of_a_millisecond()
     for length, blocks in LENGTHS.items():
         yield from _of_default(f"scan, {length} steps of 1 ms", long, length, 1.02, blocks)
-    hundred = treescan.Progress("loop", updates=100, meter=METER)
+    hundred = treescan.meters.Progress("loop", updates=100, meter=METER)
     name, blocks = "scan, 1000 steps of 1 ms, 100 updates", LENGTHS[1000]
     yield Comparison(name, WITHOUT, _quietly(hundred, long, 1000), _quietly(None, long, 1000), blocks=blocks)
     yield from _of_default(f"scan, {MANY} steps of 10 us", SHORT, MANY, None, None)
@@ -73,14 +73,14 @@ def _of_default(name: str, size: int, length: int, target: float | None, blocks:
         yield Comparison(name, PEER, shown, _quietly(PEER, size, length), 1.0, blocks=blocks)
 
 
-def _loop(bar: treescan.Progress | str | None, length: int) -> Callable[[Array, Array], Array]:
+def _loop(bar: treescan.meters.Progress | str | None, length: int) -> Callable[[Array, Array], Array]:
     if bar == PEER:
         with_bar: Any = importlib.import_module("jax_tqdm").scan_tqdm(length)(step)
         return jax.jit(lambda init, xs: lax.scan(with_bar, init, xs)[0])
     return jax.jit(lambda init, xs: treescan.scan(step, init, xs, progress=bar)[0])
 
 
-def _quietly(bar: treescan.Progress | str | None, size: int, length: int) -> Callable[[], Array]:
+def _quietly(bar: treescan.meters.Progress | str | None, size: int, length: int) -> Callable[[], Array]:
     run, init, xs = _loop(bar, length), jnp.eye(size) / 2, jnp.arange(length)
 
     def quiet() -> Array:

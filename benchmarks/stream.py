@@ -35,14 +35,14 @@ def comparisons() -> Iterator[Comparison | Memory]:
     size = next(size for size in itertools.count(256, 32) if _seconds_per_step(size) >= 1e-3)
     for steps, name in ((STEPS, "all parts whole"), (STEPS - 50, "the last part shorter")):
         yield Comparison(
-            f"stream, {steps} steps of 1 ms, chunk={CHUNK}, {name}",
+            f"stream, {steps} steps of 1 ms, part={CHUNK}, {name}",
             WHOLE,
             functools.partial(_streamed, size, steps),
             _scanned(size, steps),
             1.02,
             blocks=12,
         )
-    yield Memory(f"arrays of a stream, {20 * CHUNK} steps, chunk={CHUNK}", "two parts", _peak, _two_parts, 1.1)
+    yield Memory(f"arrays of a stream, {20 * CHUNK} steps, part={CHUNK}", "two parts", _peak, _two_parts, 1.1)
 
 
 def smoke() -> Iterator[Comparison | Memory]:
@@ -55,7 +55,7 @@ def _streamed(size: int, steps: int, on_part: Callable[[Any], object] | None = N
     ys = list[Any]()
     xs = np.zeros((steps, size), np.float32)
     state, _ = treescan.stream(
-        step, jnp.eye(size) / 2, xs, chunk=CHUNK, on_part=lambda part: ys.append(np.asarray(part.ys))
+        step, jnp.eye(size) / 2, xs, part=CHUNK, on_part=lambda part: ys.append(np.asarray(part.ys))
     )
     return state, np.concatenate(ys)
 
@@ -101,7 +101,7 @@ def _peak() -> int:
     def read(start: int, n: int) -> Any:
         return np.full((n, _WIDTH), start, np.float32)
 
-    treescan.stream(_narrow, jnp.float32(0), read, chunk=CHUNK, length=20 * CHUNK, on_part=on_part)
+    treescan.stream(_narrow, jnp.float32(0), read, part=CHUNK, length=20 * CHUNK, on_part=on_part)
     return max(most)
 
 
@@ -117,7 +117,7 @@ def large(gigabytes: float = 10.0) -> tuple[int, float, float]:
         return np.full((n, _WIDTH), start % 7, np.float32)
 
     def run(steps: int) -> int:
-        treescan.stream(_narrow, jnp.float32(0), read, chunk=CHUNK, length=steps, on_part=lambda part: part.ys.sum())
+        treescan.stream(_narrow, jnp.float32(0), read, part=CHUNK, length=steps, on_part=lambda part: part.ys.sum())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     return length * _WIDTH * 4, run(5 * CHUNK), run(length)

@@ -23,7 +23,7 @@ TEXT = Path(__file__).parent / "data" / "romeo_and_juliet.txt"
 Scalar = Float[Array, ""]
 
 
-def newton_sqrt(a: Scalar) -> treescan.WhileResult[Scalar, None]:
+def newton_sqrt(a: Scalar) -> treescan.types.WhileResult[Scalar, None]:
     """The square root of a positive number."""
 
     def off(x: Scalar) -> Array:
@@ -37,7 +37,7 @@ def newton_sqrt(a: Scalar) -> treescan.WhileResult[Scalar, None]:
 
 def find_root(
     f: Callable[[Scalar], Scalar], guess: Scalar, tolerance: float
-) -> treescan.WhileResult[Scalar, Scalar]:
+) -> treescan.types.WhileResult[Scalar, Scalar]:
     """A root of f, by Newton's method. The ys are the errors before steps."""
 
     def step(x: Scalar, _: None) -> tuple[Scalar, Scalar]:
@@ -62,7 +62,7 @@ def solve(
     start: Scalar,
     end: float,
     tolerance: Scalar,
-) -> treescan.WhileResult[Solution, None]:
+) -> treescan.types.WhileResult[Solution, None]:
     """dy/dt = slope(y) from t = 0 to `end`, by Heun's method.
 
     The difference from Euler's method sets the next step size.
@@ -109,7 +109,7 @@ def read_letters(text: str) -> Letters:
 
 def decode(
     letters: Letters, prompt: Int[Array, " 2"], end: int
-) -> treescan.WhileResult[Int[Array, " 2"], Int[Array, ""]]:
+) -> treescan.types.WhileResult[Int[Array, " 2"], Int[Array, ""]]:
     """Appends the likeliest letter after the last two, until `end`. The ys
     are the letters.
     """

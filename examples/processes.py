@@ -83,7 +83,7 @@ w, value = treescan.stream(
     w,
     read,
     length=BATCHES,
-    chunk=10,
+    part=10,
     save="last",
     checkpoint=treescan.Checkpoint(folder, every=2),
     progress=True,

@@ -60,7 +60,7 @@ def _pad(
 ) -> Utterances:
     """Pads the utterances, which are end to end in `frames`: `[T, B, F]`."""
     padded = treescan.pad(
-        np.split(frames, np.cumsum(lengths)[:-1]), value=np.nan
+        np.split(frames, np.cumsum(lengths)[:-1]), fill=np.nan
     )
     return Utterances(padded.data, padded.lengths, jnp.asarray(speaker))
 

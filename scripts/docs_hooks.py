@@ -47,8 +47,8 @@ JAX_URLS = {
     "jax.sharding.PartitionSpec": f"{JAX}jax.sharding.html#jax.sharding.PartitionSpec",
 }
 SHORT = {"lax.": "jax.lax.", "jnp.": "jax.numpy."}
-AMBIGUOUS = """Best Buffer Cast Ema In Keys Moments Out RNN Statistics Sum Window best buffer cast ema keys last moments
-    pack pad scan stack stop_gradient sum_ window"""  # without a module before them these mean something else as often
+AMBIGUOUS = """Best Buffer Cast Ema In Keys Moments Out RNN Statistics Window best buffer cast ema keys last moments
+    pack pad scan stack stop_gradient window"""  # without a module before them these mean something else as often
 
 NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
 TOKEN = re.compile(

@@ -20,7 +20,6 @@ VERBS = {
     "_verbs.while_scan.while_scan": "X | None",
     "_verbs.mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
     "_extras.stream.verb.stream": None,
-    "_extras.stream.verb.stream_parts": None,
     "_verbs.layers.scan_layers": "X | None",
     "_verbs.layers.fold_layers": "X | None",
 }

@@ -97,7 +97,7 @@ def packed_names() -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
     sequences = [jnp.arange(length) + 10 * number for number, length in enumerate(LENGTHS)]
     batch = treescan.pack(sequences)
     rows = jnp.where(batch.mask, batch.data, -1).T.tolist()
-    back = treescan.unpack(batch, batch.data)
+    back = treescan.unpack(batch.data, batch)
     return tuple([[name(int(code)) for code in row] for row in table] for table in (sequences, rows, back))  # type: ignore[return-value]
 
 
@@ -388,7 +388,7 @@ MOVES = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class Noted(treescan.AbstractProgressMeter):
+class Noted(treescan.meters.AbstractProgressMeter):
     """A meter that writes down what it is told."""
 
     told: list[tuple[int, float]] = dataclasses.field(default_factory=list, hash=False, compare=False)
@@ -411,7 +411,7 @@ def moves() -> list[tuple[int, float]]:
         return jnp.tanh(h + x), None
 
     meter = Noted()
-    shown = treescan.Progress("cells", show=lambda h: {"h": h}, updates=MOVES, meter=meter)
+    shown = treescan.meters.Progress("cells", show=lambda h: {"h": h}, updates=MOVES, meter=meter)
     treescan.scan(step, jnp.zeros(()), jnp.linspace(-1.0, 1.0, 1000), progress=shown)
     jax.effects_barrier()
     return meter.told

@@ -257,7 +257,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "An option that the verb does not have",
             "The message suggests the option with the most similar name.",
-            ("option_misspelt", "option_of_mask_scan", "pad_fill", "lengths_by_position"),
+            ("option_misspelt", "option_of_mask_scan", "pad_value", "lengths_by_position"),
             (
                 "option_*",
                 "stack_axis",
@@ -302,7 +302,9 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("carry_class_not_called", "carry_of_another_carry"),
             ("buffer_*", "carry_*", "cast_*", "register_*", "write_tree_*", "x_of_*"),
         ),
-        Topic("Progress", "Pass True, a label, or a `treescan.Progress`.", ("progress_number",), ("progress_*",)),
+        Topic(
+            "Progress", "Pass True, a label, or a `treescan.meters.Progress`.", ("progress_number",), ("progress_*",)
+        ),
         Topic("lift", "The message says what the argument must be.", ("lift_variables_not_a_dict",), ("lift_*",)),
     ),
     "TracedArgumentError": (
@@ -408,7 +410,7 @@ def kinds() -> dict[str, list[str]]:
     """The golden files by the kind of their errors, in the order of the topics; kinds without topics come last."""
     found: dict[str, list[str]] = {kind: [] for kind in TOPICS}
     for file in sorted(GOLDEN.glob("*.txt")):
-        kind = re.match(r"treescan\.(\w+):", file.read_text())
+        kind = re.match(r"treescan\.errors\.(\w+):", file.read_text())
         assert kind, f"{file.name} does not begin with an error"
         found.setdefault(kind[1], []).append(file.stem)
     return {kind: names for kind, names in found.items() if names}

@@ -7,7 +7,16 @@ from ._lazy import on_first_use
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from . import carries as carries
+    from . import (
+        carries as carries,
+        errors as errors,
+        lifting as lifting,
+        meters as meters,
+        options as options,
+        state_dict as state_dict,
+        testing as testing,
+        types as types,
+    )
     from ._batches.batch import Packed as Packed, Padded as Padded
     from ._batches.batches import (
         last as last,
@@ -18,42 +27,12 @@ if TYPE_CHECKING:
         unpack as unpack,
         unpad as unpad,
     )
-    from ._errors import (
-        ArgumentError as ArgumentError,
-        ArgumentTypeError as ArgumentTypeError,
-        BodyError as BodyError,
-        CarryError as CarryError,
-        CheckpointError as CheckpointError,
-        LayerError as LayerError,
-        NonFiniteError as NonFiniteError,
-        PluginError as PluginError,
-        PluginWarning as PluginWarning,
-        SignatureError as SignatureError,
-        TracedArgumentError as TracedArgumentError,
-        TreescanError as TreescanError,
-    )
+    from ._errors import TreescanError as TreescanError
     from ._extras.chunk_map.verb import chunk_map as chunk_map
-    from ._extras.describe.description import Description as Description
-    from ._extras.describe.measured import Measurements as Measurements
     from ._extras.describe.verb import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
-    from ._extras.lift.groups import In as In, Out as Out
-    from ._extras.lift.lift import lift as lift
     from ._extras.linear.verb import linear_scan as linear_scan
-    from ._extras.state_dict import (
-        layers_from_state_dict as layers_from_state_dict,
-        layers_to_state_dict as layers_to_state_dict,
-    )
-    from ._extras.stream.run import Part as Part
-    from ._extras.stream.verb import stream as stream, stream_parts as stream_parts
-    from ._options.finite.case import NonFinite as NonFinite, last_nonfinite as last_nonfinite
-    from ._options.finite.check import FiniteReport as FiniteReport
-    from ._options.progress.meters import (
-        AbstractProgressMeter as AbstractProgressMeter,
-        Progress as Progress,
-        Text as Text,
-        Tqdm as Tqdm,
-    )
-    from ._remat.budget import RematPlan as RematPlan
+    from ._extras.stream.verb import stream as stream
+    from ._options.finite.case import last_nonfinite as last_nonfinite
     from ._stacks.stack import (
         init_layers as init_layers,
         layer_at as layer_at,
@@ -68,38 +47,37 @@ if TYPE_CHECKING:
     from ._verbs.mask_scan import mask_scan as mask_scan
     from ._verbs.progress import progress as progress
     from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
-    from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
+    from ._verbs.while_scan import while_scan as while_scan
 else:
     __all__, __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            ".": "carries",
+            ".": "carries errors lifting meters options state_dict testing types",
             "_batches.batch": "Packed Padded",
             "_batches.batches": "last length_mask pack pad repad unpack unpad",
             "_stacks.stack": "init_layers layer_at set_layer stack unstack",
             "_extras.linear.verb": "linear_scan",
-            "_extras.state_dict": "layers_from_state_dict layers_to_state_dict",
-            "_extras.describe.description": "Description",
-            "_extras.describe.measured": "Measurements",
-            "_errors": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError "
-            "PluginError PluginWarning SignatureError TracedArgumentError TreescanError",
-            "_options.progress.meters": "AbstractProgressMeter Progress Text Tqdm",
-            "_extras.stream.run": "Part",
+            "_errors": "TreescanError",
             "_trace.hoist": "rewriting",
-            "_remat.budget": "RematPlan",
-            "_options.finite.case": "NonFinite last_nonfinite",
-            "_options.finite.check": "FiniteReport",
+            "_options.finite.case": "last_nonfinite",
             "_types": "Checkpoint Remat",
             "_extras.chunk_map.verb": "chunk_map",
             "_extras.describe.verb": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
-            "_extras.lift.groups": "In Out",
             "_verbs.layers": "fold_layers scan_layers",
-            "_extras.lift.lift": "lift",
             "_verbs.mask_scan": "mask_scan",
             "_verbs.progress": "progress",
             "_verbs.scan": "accumulate fold scan",
-            "_extras.stream.verb": "stream stream_parts",
-            "_verbs.while_scan": "WhileResult while_scan",
+            "_extras.stream.verb": "stream",
+            "_verbs.while_scan": "while_scan",
+        },
+        {  # names before 0.1, until 0.2
+            "treescan.errors.*": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError "
+            "NonFiniteError PluginError PluginWarning SignatureError TracedArgumentError",
+            "treescan.lifting.*": "In Out lift",
+            "treescan.meters.*": "AbstractProgressMeter Progress Text Tqdm",
+            "treescan.state_dict.*": "layers_from_state_dict layers_to_state_dict",
+            "treescan.stream(..., parts=True)": "stream_parts",
+            "treescan.types.*": "Description FiniteReport Measurements NonFinite Part RematPlan WhileResult",
         },
     )

@@ -43,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parsed = parser.parse_args(arguments)
     if parsed.command == "explain":
-        name = parsed.name.removeprefix("treescan.")  # as a traceback prints it
+        name = parsed.name.removeprefix("treescan.").removeprefix("errors.")  # as a traceback prints it
         known = {kind.lower(): kind for kind in kinds}
         if name.lower() not in known:
             near = difflib.get_close_matches(name.lower(), known, 1)

@@ -138,8 +138,8 @@ PUBLIC = tuple(
     for kind in list(globals().values())
     if isinstance(kind, type) and issubclass(kind, TreescanError | UserWarning) and kind.__module__ == __name__
 )
-for _cls in PUBLIC:  # a traceback then reads `treescan.CarryError`, the name under which users import it
-    _cls.__module__ = "treescan"
+for _cls in PUBLIC:  # a traceback then reads `treescan.errors.CarryError`, the name under which users find it
+    _cls.__module__ = "treescan.errors"
 
 
 class Row(NamedTuple):
@@ -207,7 +207,7 @@ class Fault(Exception):
         says, cures = self.says, [*texts, *weak.values()]
         for name, word in words.items():  # other braces stay, because they may be the user's
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
-        headline = wrap(says, taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
+        headline = wrap(says, taken=len(f"treescan.errors.{self.error.__name__}: "))  # which Python prints before it
         rows = list(self.rows)
         if len(rows) > _MOST + 1:
             rows[_MOST:] = [Row(f"and {len(rows) - _MOST} more", "", "")]
@@ -399,7 +399,9 @@ def _unfit(
     says = f"needs {', '.join(f'`{each}`' for each in missing)}" if missing else str(error).partition("() ")[2]
     call = [*(p.name for p in first), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
     call += [f"{option}=..." for option in needed]
-    return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.")
+    others = sorted(kwargs.keys() - {p.name for p in known})
+    meant = [f"It has no option `{each}`. {cure}" for each in others if "Did" in (cure := advice(each, missing))]
+    return TypeMisuse(f"{{verb}} {says}.", f"Call it as `{name}({', '.join(call)})`.", *meant)
 
 
 def named_fields(kind: type[_T]) -> type[_T]:

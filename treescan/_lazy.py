@@ -1,7 +1,7 @@
 """Modules that are loaded when they are first needed, by one rule for the package.
 
 A module imports at its head what every call needs that enters it. What only some calls need has two places. Public
-names are found when they are first read: the heads of `treescan` and `treescan.carries` list them, once for type
+names are found when they are first read: the heads of `treescan` and of its public modules list them, once for type
 checkers and once for `on_first_use`. And a function imports in its own first lines what only its option needs; `None`
 or False, which is what most calls say, is answered before.
 
@@ -18,22 +18,27 @@ from typing import Any
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, str]
+    package: str, homes: Mapping[str, str], moved: Mapping[str, str] | None = None
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """`__all__`, `__getattr__` and `__dir__` of a package whose public names are imported when they are first read.
+    """`__all__`, `__getattr__` and `__dir__` of a module whose public names are imported when they are first read.
 
     Args:
         package: its name.
         homes: for each module the names that it holds, in one text; those of "." are modules themselves.
+        moved: for each new name the old ones, in one text; `*` is an old name.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
+    new_of = {name: new.replace("*", name) for new, names in (moved or {}).items() for name in names.split()}
 
     def find(name: str) -> Any:
+        if name in new_of:
+            raise AttributeError(f"`{package}.{name}` is now `{new_of[name]}`.")
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        inside = sys.modules[package].__package__
         if home_of[name] == ".":
-            return importlib.import_module(f".{name}", package)
-        value = getattr(importlib.import_module(f".{home_of[name]}", package), name)
+            return importlib.import_module(f".{name}", inside)
+        value = getattr(importlib.import_module(f".{home_of[name]}", inside), name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -75,8 +75,7 @@ def _listed(header: Sequence[str], row: Sequence[str]) -> str:
 
 
 _ALSO_CALLED = {
-    "fill": ("fill_value", "padding_value", "pad_value", "value"),
-    "value": ("fill", "fill_value", "padding_value", "pad_value", "constant_values"),
+    "fill": ("value", "fill_value", "padding_value", "pad_value", "constant_values"),
     "length": ("lengths", "max_length", "maxlen", "num_steps", "n_steps", "steps", "num_layers", "n_layers"),
     "max_length": ("max_steps", "max_iter", "maxiter", "max_iterations", "length", "num_steps"),
     "lengths": ("seq_lens", "sequence_lengths", "num_valid"),
@@ -87,7 +86,8 @@ _ALSO_CALLED = {
     "progress": ("tqdm", "bar", "verbose"),
     "updates": ("every", "interval", "print_rate"),
     "source": ("xs", "data", "dataset", "loader"),
-    "chunk": ("chunk_size", "batch_size", "steps"),
+    "part": ("chunk", "chunk_size", "batch_size", "steps"),
+    "chunk": ("segment", "chunk_size"),
     "on_part": ("callback", "on_chunk"),
     "capacity": ("size", "max_size"),
     "n": ("num_layers", "n_layers", "depth", "length"),

@@ -33,8 +33,8 @@ class Remat:
         policy: what each step saves besides its carry: a policy of `jax.checkpoint_policies` or its name, for example
             `"dots_saveable"`. None: nothing. With `"everything_saveable"` and several levels, the innermost chunks save
             all of their steps, so each step is evaluated once less.
-        levels: the number of levels. None: 1, or 2 if a segment is given.
-        segment: the number of steps in an innermost chunk. None: chosen for T.
+        levels: the number of levels. None: 1, or 2 if a chunk is given.
+        chunk: the number of steps in an innermost chunk. None: chosen for T.
         offload: the memory kind of the device, for example `"pinned_host"`, that keeps the carries of the outermost
             level until the gradient needs them. None: device memory. A CPU warns that it changes nothing.
         budget: the bytes that the gradient may need, if `Remat.fit` chooses the plan.
@@ -42,7 +42,7 @@ class Remat:
 
     policy: str | Callable[..., Any] | None = None
     levels: int | None = None
-    segment: int | None = None
+    chunk: int | None = None
     offload: str | None = None
     budget: int | None = None
 
@@ -380,9 +380,9 @@ class StackTurns(StackOptions, Turns):
 
 
 class StreamOptions(IndexOptions, total=False):
-    """The options of `stream` and `stream_parts`, less `key` and `save`."""
+    """The options of `stream`, less `key`, `save`, and what becomes of its parts."""
 
-    chunk: Required[int]
+    part: Required[int]
     length: int | None
     lengths: ArrayLike | None
     remainder: Literal["run", "mask"]

@@ -93,7 +93,7 @@ def nested(stiffness: Array, wave: Wave, sizes: tuple[int, int]) -> Array:
         functools.partial(flow, stiffness),
         wave,
         length=outer * inner,
-        remat=treescan.Remat("everything_saveable", segment=inner),
+        remat=treescan.Remat("everything_saveable", chunk=inner),
     )[1]
 
 

@@ -92,7 +92,7 @@ def read(p: Decoder, prompts: treescan.Padded[Array], steps: int) -> Writing:
 
 def greedy(
     p: Decoder, writing: Writing, steps: int
-) -> treescan.WhileResult[Writing, Array]:
+) -> treescan.types.WhileResult[Writing, Array]:
     """Writes until the end token: ys int32[steps, B], -1 after it."""
 
     def goes_on(writing: Writing) -> Bool[Array, " batch"]:

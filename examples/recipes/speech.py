@@ -93,7 +93,7 @@ def packed(
     model: Model, batch: treescan.Packed[Array], labels: Labels
 ) -> Float[Array, ""]:
     """That of a packed batch: logits get a row for each sequence."""
-    rows = treescan.repad(batch, logits_of(model, batch))
+    rows = treescan.repad(logits_of(model, batch), batch)
     return ctc(rows.data, rows.mask, labels).mean()
 
 

@@ -3,17 +3,19 @@
 import ast
 import functools
 import graphlib
+import importlib
 import inspect
 import itertools
 import re
 import sys
 import tomllib
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import BASE, CALLS, CORE as CORE_FOLDERS, EXTRAS, GROUPS, PACKAGE, imports, modules, own_imports
+from modules import BASE, CALLS, CORE as CORE_FOLDERS, EXTRAS, GROUPS, HEADS, PACKAGE, imports, modules, own_imports
 
 import treescan
 from scripts import printed, script
@@ -21,9 +23,15 @@ from treescan._transforms.transform import Stage
 
 TESTS = Path(__file__).parents[1]
 
+
+def public_module(name: str) -> types.ModuleType:
+    """One of the modules that list public names."""
+    return importlib.import_module("treescan" if name == "__init__" else f"treescan.{name}")
+
+
 CORE = script("core")
 LONGEST_FILE, LONGEST_FUNCTION = 700, 60
-PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
+PUBLIC = {name: getattr(module, name) for module in map(public_module, HEADS) for name in module.__all__}
 VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
 
 
@@ -237,7 +245,7 @@ def test_docstrings_can_be_read_alone() -> None:
     assert not [(module, text) for module, text in texts if re.match(r"(The same\b|As `|Likewise|See )", text)]
 
 
-@pytest.mark.parametrize("package", ["__init__", "carries"])
+@pytest.mark.parametrize("package", [*HEADS, "carries"])
 def test_init_holds_exports_and_nothing_else(package: str) -> None:
     """What type checkers read at the head of a package is what the program finds there."""
     choice = modules()[package].body[-1]
@@ -252,9 +260,31 @@ def test_init_holds_exports_and_nothing_else(package: str) -> None:
     assert isinstance(found.value, ast.Call)
     homes: dict[str, str] = ast.literal_eval(found.value.args[1])
     assert exported == {name: home for home, names in homes.items() for name in names.split()}
-    module = treescan if package == "__init__" else treescan.carries
-    assert set(exported) == {name for name in dir(module) if not name.startswith("_")} - {"testing", "integrations"}
+    module = public_module(package)
+    shown = {name for name in dir(module) if not name.startswith("_")}
+    assert set(exported) == shown - {"TYPE_CHECKING", "on_first_use", "integrations"}
     assert set(module.__all__) == {name for name, home in exported.items() if home != "."}
+
+
+NEW_NAMES = {
+    "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError PluginError "
+    "PluginWarning SignatureError TracedArgumentError": "treescan.errors.*",
+    "In Out lift": "treescan.lifting.*",
+    "AbstractProgressMeter Progress Text Tqdm": "treescan.meters.*",
+    "layers_from_state_dict layers_to_state_dict": "treescan.state_dict.*",
+    "Description FiniteReport Measurements NonFinite Part RematPlan WhileResult": "treescan.types.*",
+    "stream_parts": "treescan.stream(..., parts=True)",
+    "carries.sum_": "treescan.carries.running_sum",
+    "carries.Sum": "treescan.carries.RunningSum",
+}
+
+
+def test_an_old_name_is_told_the_new_one() -> None:
+    assert len(treescan.__all__) <= 40
+    for old, new in ((old, new.replace("*", old)) for names, new in NEW_NAMES.items() for old in names.split()):
+        with pytest.raises(AttributeError, match=re.escape(f"`treescan.{old}` is now `{new}`.")):
+            functools.reduce(getattr, old.split("."), treescan)
+        assert functools.reduce(getattr, new.partition("(")[0].split(".")[1:], treescan)
 
 
 def sections(value: Any) -> dict[str, str]:

@@ -14,7 +14,7 @@ from oracle import assert_close
 from thin import parametrize
 
 import treescan
-from treescan.carries import best, buffer, ema, keys, moments, sum_
+from treescan.carries import best, buffer, ema, keys, moments, running_sum
 
 T, LENGTHS = 7, np.array([5, 0, 3, 7])
 B = len(LENGTHS)
@@ -46,8 +46,8 @@ def statistics(steps):
             init = {
                 "moments": moments(),
                 "moments of pairs": moments((2,), shared=True),
-                "sum": sum_(),
-                "sum of pairs": sum_(jnp.zeros(2), shared=True),
+                "sum": running_sum(),
+                "sum of pairs": running_sum(jnp.zeros(2), shared=True),
                 "ema": ema(0.0, 0.5),
                 "ema of pairs": ema(jnp.zeros(2), 0.5, debias=True, shared=True),
             }
@@ -171,7 +171,13 @@ def test_a_single_row(steps):
     def body(carry, x):
         return {"moments": x, "sum": x, "best": (x, x), "buffer": (x, True), "ema": x}, None
 
-    init = {"moments": moments(), "sum": sum_(), "best": best(0.0), "buffer": buffer(0.0, 5), "ema": ema(1.0, 0.5)}
+    init = {
+        "moments": moments(),
+        "sum": running_sum(),
+        "best": best(0.0),
+        "buffer": buffer(0.0, 5),
+        "ema": ema(1.0, 0.5),
+    }
     xs = jnp.where(np.arange(T) < steps, XS[:, 0], jnp.nan)
     final, _ = treescan.mask_scan(body, init, xs, lengths=jnp.int32(steps))
     own = XS[:steps, 0]

@@ -21,8 +21,8 @@ from treescan.carries import (
     ema,
     keys,
     moments,
+    running_sum,
     stop_gradient,
-    sum_,
     window,
 )
 from treescan.testing import check_carry
@@ -53,8 +53,8 @@ BUILT_IN: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "ema, unbiased": (ema(0.0, 0.9, debias=True, shared=True), entries(3), ROWS),
     "moments": (moments((3,)), entries(3), ROWS),
     "moments, shared": (moments((2,), shared=True), entries(3, 2), ROWS),
-    "sum": (sum_(jnp.zeros(3)), entries(3), ROWS),
-    "sum, shared": (sum_(shared=True), entries(3), ROWS),
+    "sum": (running_sum(jnp.zeros(3)), entries(3), ROWS),
+    "sum, shared": (running_sum(shared=True), entries(3), ROWS),
     "best": (best(jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)), (entries(3), entries(3, 2)), ROWS),
     "best, shared": (best(jnp.zeros(2), mode="min"), (entries(3), entries(3, 2)), ROWS),
     "clip_gradient": (clip_gradient(array(3, 2), max_norm=0.5), entries(3, 2), ROWS),
@@ -341,5 +341,5 @@ def test_a_carry_with_rows_is_tried_on_rows_by_default() -> None:
 
 @pytest.mark.parametrize("returned", [jnp.zeros(2), 1.0, {}])
 def test_too_few_steps(returned: Any) -> None:
-    with pytest.raises(treescan.ArgumentError, match="at least 3 steps"):
+    with pytest.raises(treescan.errors.ArgumentError, match="at least 3 steps"):
         check_carry(Plain(jnp.zeros(())), returned)

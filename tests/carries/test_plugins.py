@@ -291,14 +291,15 @@ def test_all_that_is_declared_is_loaded_once_and_what_is_broken_warns(several: P
         assert [len(module.called) for module in (shapes_first, shapes_second, shapes_third)] == [1, 1, 1]
         assert sorted(loaded("shapes")) == sorted([*works, *(value for value, _ in broken.values())])
 
-        assert len(caught) == len(broken) and {{warning.category for warning in caught}} == {{treescan.PluginWarning}}
+        assert len(caught) == len(broken)
+        assert {{warning.category for warning in caught}} == {{treescan.errors.PluginWarning}}
         texts = [" ".join(str(warning.message).split()) for warning in caught]
         for name, (value, reason) in broken.items():
             (text,) = [text for text in texts if f"distribution {{name}} 1.0" in text]
             assert "`shapes`" in text and f"({{value}})" in text and reason in text, text
         try:
             shapes_third.declare()
-        except treescan.PluginError as error:
+        except treescan.errors.PluginError as error:
             text = " ".join(str(error).split())
             assert "First by `to_first` of `shapes_first`, from the installed distribution first 1.0." in text, text
             assert "Now by `to_third` of `shapes_third`, from the installed distribution third 1.0." in text, text

@@ -15,8 +15,8 @@ from oracle import assert_bitwise
 from thin import parametrize
 
 import treescan
-from treescan import PluginError
 from treescan.carries import AbstractCarry, _registry, carry_of, cast, register_carry
+from treescan.errors import PluginError
 
 pytestmark = pytest.mark.quick
 

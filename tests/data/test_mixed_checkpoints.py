@@ -15,6 +15,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import treescan
+from treescan import state_dict
 
 WIDTH, HEADS, HIDDEN, EXPERTS = 4, 6, 10, 3
 
@@ -72,7 +73,7 @@ def test_a_mixed_checkpoint_comes_back(model, turns, tmp_path):
     safetensors.save_file(published(kinds, places, "model.layers"), tmp_path / "model.safetensors")
     state = safetensors.load_file(tmp_path / "model.safetensors")
     likes = list(map(like_of, kinds))
-    stacks = treescan.layers_from_state_dict(state, likes, prefix="model.layers", order=order)
+    stacks = state_dict.layers_from_state_dict(state, likes, prefix="model.layers", order=order)
     assert isinstance(stacks, list)
     for i, stack in enumerate(stacks):
         numbers = [number for number, place in enumerate(places) if place == i]
@@ -82,7 +83,7 @@ def test_a_mixed_checkpoint_comes_back(model, turns, tmp_path):
                 for path, leaf in jax.tree.leaves_with_path(stack)
             }
             chex.assert_trees_all_equal(of_layer, {name: state[name] for name in of_layer})
-    back = treescan.layers_to_state_dict(stacks, prefix="model.layers", order=order)
+    back = state_dict.layers_to_state_dict(stacks, prefix="model.layers", order=order)
     safetensors.save_file(back, tmp_path / "again.safetensors")
     again = safetensors.load_file(tmp_path / "again.safetensors")
     chex.assert_trees_all_equal(again, {name: leaf for name, leaf in state.items() if "layers" in name})
@@ -93,7 +94,7 @@ def test_layers_of_a_pattern_are_numbered_as_they_run():
     rng = np.random.default_rng(0)
     state = {f"layers.{i}.w": rng.normal(size=(3, 3)).astype(np.float32) for i in range(8)}
     like = {"w": jax.ShapeDtypeStruct((3, 3), jnp.float32)}
-    stacks = treescan.layers_from_state_dict(state, [like] * 3, order="turns")
+    stacks = state_dict.layers_from_state_dict(state, [like] * 3, order="turns")
     assert [len(stack["w"]) for stack in stacks] == [3, 3, 2]
     x = jnp.ones((2, 3))
     found = treescan.fold_layers([lambda layer, x: jnp.tanh(x @ layer["w"])] * 3, x, stacks)
@@ -126,29 +127,31 @@ ORDER = [0, 1, 0, 1, 1]
 
 def test_names_for_each_stack_or_for_all():
     state = mixed()
-    dense, experts = treescan.layers_from_state_dict(state, LIKES, prefix="h", names=NAMES, order=np.array(ORDER))
+    dense, experts = state_dict.layers_from_state_dict(
+        state, LIKES, prefix="h", names=NAMES, order=np.array(ORDER)
+    )
     assert (type(dense), type(experts)) == (Dense, Experts)
     np.testing.assert_array_equal(dense.up[1], state["h.2.mlp.up.weight"])
     np.testing.assert_array_equal(experts.up[2], state["h.4.moe.up"])
-    back = treescan.layers_to_state_dict([dense, experts], prefix="h", names=NAMES, order=ORDER)
+    back = state_dict.layers_to_state_dict([dense, experts], prefix="h", names=NAMES, order=ORDER)
     chex.assert_trees_all_equal(back, {name: leaf for name, leaf in state.items() if name.startswith("h.")})
     for_all = {"router": "gate", "down": "out"}
-    back = treescan.layers_to_state_dict([dense, experts], names=for_all, order=ORDER)
+    back = state_dict.layers_to_state_dict([dense, experts], names=for_all, order=ORDER)
     assert sorted(name for name in back if ".0." in name or ".1." in name) == [
         "layers.0.out", "layers.0.up", "layers.1.gate", "layers.1.up",
     ]  # fmt: skip
-    again = treescan.layers_from_state_dict(back, LIKES, names=for_all, order=ORDER)
+    again = state_dict.layers_from_state_dict(back, LIKES, names=for_all, order=ORDER)
     chex.assert_trees_all_equal(again, (dense, experts))
 
 
 def test_dicts_of_several_stacks():
     state = mixed()
-    stacks = treescan.layers_from_state_dict(state, prefix="h", order=ORDER)
+    stacks = state_dict.layers_from_state_dict(state, prefix="h", order=ORDER)
     assert [{name: leaf.shape for name, leaf in stack.items()} for stack in stacks] == [
         {"mlp.up.weight": (2, 5, 4), "mlp.down.weight": (2, 4, 5)},
         {"moe.router": (3, 2, 4), "moe.up": (3, 2, 5, 4)},
     ]
-    back = treescan.layers_to_state_dict(stacks, prefix="h", order=ORDER)
+    back = state_dict.layers_to_state_dict(stacks, prefix="h", order=ORDER)
     chex.assert_trees_all_equal(back, {name: leaf for name, leaf in state.items() if name.startswith("h.")})
 
 
@@ -163,15 +166,15 @@ def test_buffers_are_ignored(ignore):
     buffers = {f"layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(4)}
     like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
     for likes in ((), (like,)):
-        found = treescan.layers_from_state_dict(state | buffers, *likes, ignore=ignore)
-        chex.assert_trees_all_equal(found, treescan.layers_from_state_dict(state, like))
+        found = state_dict.layers_from_state_dict(state | buffers, *likes, ignore=ignore)
+        chex.assert_trees_all_equal(found, state_dict.layers_from_state_dict(state, like))
 
 
 def test_another_dtype_is_said_once():
     state = {f"layers.{i}.{name}": jnp.ones(2, jnp.bfloat16) for i in range(2) for name in "abcde"}
     like = dict.fromkeys("abcde", jax.ShapeDtypeStruct((2,), jnp.float32))
     with pytest.warns(UserWarning) as record:
-        found = treescan.layers_from_state_dict(state, like)
+        found = state_dict.layers_from_state_dict(state, like)
     text = " ".join(str(record[0].message).split())
     assert len(record) == 1
     assert "layers.0.a is bfloat16, not float32" in text
@@ -179,7 +182,7 @@ def test_another_dtype_is_said_once():
     assert found["a"].dtype == jnp.bfloat16
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        treescan.layers_from_state_dict({"layers.0.a": np.ones(2)}, {"a": np.ones(2)})
+        state_dict.layers_from_state_dict({"layers.0.a": np.ones(2)}, {"a": np.ones(2)})
 
 
 @pytest.mark.devices
@@ -188,7 +191,7 @@ def test_each_leaf_is_put_where_shardings_say(axis_type):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
     rows = NamedSharding(mesh, PartitionSpec(None, "data"))
     state, shardings = mixed(), [rows, Experts(None, NamedSharding(mesh, PartitionSpec("data")))]
-    dense, experts = treescan.layers_from_state_dict(
+    dense, experts = state_dict.layers_from_state_dict(
         state, LIKES, prefix="h", names=NAMES, order=ORDER, shardings=[Dense(rows, None), shardings[1]]
     )
     assert dense.up.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "data")), 3)
@@ -197,15 +200,15 @@ def test_each_leaf_is_put_where_shardings_say(axis_type):
     np.testing.assert_array_equal(dense.up[1], state["h.2.mlp.up.weight"])
     single = {f"layers.{i}.w": np.full((2, 4), i, np.float32) for i in range(3)}
     with jax.set_mesh(mesh):
-        found = treescan.layers_from_state_dict(single, shardings=PartitionSpec("data"))
+        found = state_dict.layers_from_state_dict(single, shardings=PartitionSpec("data"))
     assert found["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, "data")), 3)
-    found = treescan.layers_from_state_dict(single, shardings=rows)
+    found = state_dict.layers_from_state_dict(single, shardings=rows)
     assert found["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "data")), 3)
 
 
 def test_several_stacks_under_jit():
     state = {f"layers.{i}": jnp.full(2, float(i)) for i in range(5)}
-    stacks = jax.jit(lambda state: treescan.layers_from_state_dict(state, order=[0, 1, 0, 1, 0]))(state)
+    stacks = jax.jit(lambda state: state_dict.layers_from_state_dict(state, order=[0, 1, 0, 1, 0]))(state)
     np.testing.assert_array_equal(stacks[0], [[0, 0], [2, 2], [4, 4]])
-    back = jax.jit(lambda stacks: treescan.layers_to_state_dict(stacks, order="turns"))(stacks)
+    back = jax.jit(lambda stacks: state_dict.layers_to_state_dict(stacks, order="turns"))(stacks)
     chex.assert_trees_all_equal(back, state)

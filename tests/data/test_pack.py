@@ -53,7 +53,7 @@ def check(packed, sequences):
     assert all(part.dtype == jnp.int32 for part in packed.index)
     assert packed.efficiency == (lengths.sum() / mask.size if mask.size else 1.0)
     assert packed.rows >= 1
-    assert_same_lists(unpack(packed, packed.data), sequences)
+    assert_same_lists(unpack(packed.data, packed), sequences)
 
 
 @given(lists_of_sequences(), st.sampled_from([None, 1, 2, 5]), st.sampled_from([None, 0, 3]), st.sampled_from([0, 1]))
@@ -61,8 +61,8 @@ def test_packs_and_unpacks(sequences, rows, more, value):
     lengths = [steps_of(sequence) for sequence in sequences]
     length = None if more is None else max(lengths) + more
     try:
-        packed = pack(sequences, rows=rows, length=length, value=value)
-    except treescan.ArgumentError as error:
+        packed = pack(sequences, rows=rows, length=length, fill=value)
+    except treescan.errors.ArgumentError as error:
         assert rows is not None
         assert length is not None
         assert "cannot hold" in str(error)
@@ -79,8 +79,8 @@ def test_packs_and_unpacks(sequences, rows, more, value):
 def test_keys():
     keys = jax.random.split(jax.random.key(0), 4)
     packed = pack([keys[:1], keys, keys[:0]])
-    assert_same_lists(unpack(packed, packed.data), [keys[:1], keys, keys[:0]])
-    ends = last(packed, packed.data, reverse=False)
+    assert_same_lists(unpack(packed.data, packed), [keys[:1], keys, keys[:0]])
+    ends = last(packed.data, packed, reverse=False)
     npt.assert_array_equal(as_numpy(ends)[:2], as_numpy(keys[jnp.array([0, 3])]))
     assert not as_numpy(ends)[2].any()
 
@@ -139,7 +139,7 @@ def test_nothing_but_empty_sequences():
         packed = pack(of_lengths([0, 0]), **options)
         assert packed.data.shape == packed.mask.shape == shape
         check(packed, of_lengths([0, 0]))
-        npt.assert_array_equal(last(packed, packed.data, reverse=False), [0, 0])
+        npt.assert_array_equal(last(packed.data, packed, reverse=False), [0, 0])
 
 
 # unpack, and last.
@@ -155,8 +155,8 @@ def test_last_of_each(sequences):
     jitted = jax.jit(last, static_argnames="reverse")
     for reverse in (False, True):
         want = jax.tree.map(functools.partial(ends, reverse), *sequences)
-        for batch in (pack(sequences, value=1), pad(sequences, value=1)):
-            assert_same_bits(last(batch, batch.data, reverse=reverse), want)
+        for batch in (pack(sequences, fill=1), pad(sequences, fill=1)):
+            assert_same_bits(last(batch.data, batch, reverse=reverse), want)
             assert_same_bits(jitted(batch, batch.data, reverse=reverse), want)
 
 
@@ -183,39 +183,39 @@ def test_last_is_one_gather_and_differentiates(name, reverse):
         want[end, row[i]] = weights[i]
         mask[end, row[i]] = True
     poisoned = jnp.where(jnp.asarray(mask)[..., None], ys, jnp.nan)  # what is not an end is never read
-    value, grad = jax.value_and_grad(lambda ys: jnp.vdot(last(batch, ys), weights))(poisoned)
+    value, grad = jax.value_and_grad(lambda ys: jnp.vdot(last(ys, batch), weights))(poisoned)
     assert np.isfinite(value)
     npt.assert_array_equal(grad, want)
-    assert len(list(equations(jax.make_jaxpr(lambda ys: last(batch, ys))(ys).jaxpr, "gather"))) == 1
+    assert len(list(equations(jax.make_jaxpr(lambda ys: last(ys, batch))(ys).jaxpr, "gather"))) == 1
     stacked = jnp.stack([ys, 2 * ys])
-    chex.assert_trees_all_equal(jax.vmap(last, (None, 0))(batch, stacked), jnp.stack([last(batch, s) for s in stacked]))
+    chex.assert_trees_all_equal(jax.vmap(last, (0, None))(stacked, batch), jnp.stack([last(s, batch) for s in stacked]))
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch)
-    chex.assert_trees_all_equal(jax.vmap(last)(twice, stacked), jax.vmap(last, (None, 0))(batch, stacked))
-    tangent = jax.jvp(lambda ys: last(batch, ys), (ys,), (ys,))[1]
-    chex.assert_trees_all_equal(tangent, last(batch, ys))
+    chex.assert_trees_all_equal(jax.vmap(last)(stacked, twice), jax.vmap(last, (0, None))(stacked, batch))
+    tangent = jax.jvp(lambda ys: last(ys, batch), (ys,), (ys,))[1]
+    chex.assert_trees_all_equal(tangent, last(ys, batch))
 
 
 def test_last_of_several_batch_axes_and_clamped_lengths():
     data = jnp.arange(24.0).reshape(4, 2, 3)
     lengths = jnp.array([[1, 2, 3], [4, 0, 9]])
     for reverse, want in ((False, [[0, 7, 14], [21, 0, 23]]), (True, [[0, 1, 2], [3, 0, 5]])):
-        npt.assert_array_equal(last(treescan.Padded(data, lengths), data, reverse=reverse), want)
+        npt.assert_array_equal(last(data, treescan.Padded(data, lengths), reverse=reverse), want)
         single = treescan.Padded(data[:, 0, 0], jnp.array(2))
-        npt.assert_array_equal(last(single, single.data, reverse=reverse), 0 if reverse else 6)
+        npt.assert_array_equal(last(single.data, single, reverse=reverse), 0 if reverse else 6)
 
 
 def test_trees_without_leaves():
     batch = batches()["packed"]
-    assert unpack(batch, {"y": None}) == [{"y": None}] * 6
-    assert last(batch, {"y": None}, reverse=True) == {"y": None}
+    assert unpack({"y": None}, batch) == [{"y": None}] * 6
+    assert last({"y": None}, batch, reverse=True) == {"y": None}
 
 
 def test_unpack_of_traced_ys():
     batch = batches()["packed"]
     ys = array(*batch.data.shape)
-    grads = jax.grad(lambda ys: sum((i + 1) * jnp.sum(s) for i, s in enumerate(unpack(batch, ys))))(ys)
+    grads = jax.grad(lambda ys: sum((i + 1) * jnp.sum(s) for i, s in enumerate(unpack(ys, batch))))(ys)
     want = np.zeros(ys.shape)
     for i, (row, start, length) in enumerate(zip(*map(np.asarray, batch.index), strict=True)):
         want[start : start + length, row] = i + 1
     npt.assert_array_equal(grads, want)
-    assert_same_lists(jax.jit(lambda ys: unpack(batch, ys))(ys), unpack(batch, ys))
+    assert_same_lists(jax.jit(lambda ys: unpack(ys, batch))(ys), unpack(ys, batch))

@@ -73,7 +73,7 @@ def assert_same_lists(got, want):
 def test_lays_out_and_cuts_out_again(sequences, more, value):
     lengths = [steps_of(sequence) for sequence in sequences]
     steps = max(lengths) + (more or 0)
-    batch = pad(sequences, length=None if more is None else steps, value=value)
+    batch = pad(sequences, length=None if more is None else steps, fill=value)
 
     def stacked(*leaves):
         want = np.full((steps, len(leaves), *leaves[0].shape[1:]), value, leaves[0].dtype)
@@ -92,7 +92,7 @@ def test_lays_out_and_cuts_out_again(sequences, more, value):
 
 def test_keys():
     keys = jax.random.split(jax.random.key(0, impl="rbg"), 3)
-    batch = pad([keys, keys[:0], keys[:1]], value=7)
+    batch = pad([keys, keys[:0], keys[:1]], fill=7)
     assert (batch.data.shape, batch.data.dtype) == ((3, 3), keys.dtype)
     assert not as_numpy(batch.data)[1:, 1:].any()
     assert_same_lists(unpad(batch), [keys, keys[:0], keys[:1]])
@@ -105,7 +105,7 @@ def test_what_jax_makes_of_types_counts():
     assert not jax.typeof(pad([jnp.full(2, 1.0)]).data).weak_type
     with jax.enable_x64(True):
         sequences = [np.array([2**40, 1]), np.array([3])]
-        batch = pad(sequences, value=2**50)
+        batch = pad(sequences, fill=2**50)
         assert (batch.data.dtype, batch.lengths.dtype) == (np.int64, np.int32)
         npt.assert_array_equal(batch.data, [[2**40, 3], [1, 2**50]])
         assert_same_lists(unpad(batch), sequences)
@@ -113,22 +113,22 @@ def test_what_jax_makes_of_types_counts():
 
 def test_one_value_for_each_leaf():
     sequences = [{"x": np.ones((n, 2), np.float32), "token": [np.ones(n, np.int32)] * 2} for n in (2, 1)]
-    batch = pad(sequences, value={"x": np.float32(np.nan), "token": -1})
+    batch = pad(sequences, fill={"x": np.float32(np.nan), "token": -1})
     assert np.isnan(batch.data["x"][1, 1]).all()
     assert [int(leaf[1, 1]) for leaf in batch.data["token"]] == [-1, -1]
 
 
 def test_values_round_as_their_dtype():
     with np.errstate(all="raise"):
-        assert pad([np.ones(1, np.float16)], length=2, value=1e30).data[1, 0] == np.inf
-    assert pad([np.ones(1, np.complex64)], length=2, value=1j).data[1, 0] == 1j
-    assert pad([np.ones(1, bool)], length=2, value=True).data.all()
+        assert pad([np.ones(1, np.float16)], length=2, fill=1e30).data[1, 0] == np.inf
+    assert pad([np.ones(1, np.complex64)], length=2, fill=1j).data[1, 0] == 1j
+    assert pad([np.ones(1, bool)], length=2, fill=True).data.all()
 
 
 @parametrize("value", {"out of range": 2**31, "negative": -(2**31) - 1, "text": "1", "none": None, "complex": 1j})
 def test_values_that_do_not_fit(value):
-    with pytest.raises(treescan.ArgumentError, match="cannot hold the `value`"):
-        pad([np.ones(1, np.int32)], value=value)
+    with pytest.raises(treescan.errors.ArgumentError, match="cannot hold the `fill`"):
+        pad([np.ones(1, np.int32)], fill=value)
 
 
 def test_nothing_is_shared_with_the_arrays_of_the_user():
@@ -144,7 +144,7 @@ def test_compiles_nothing():
     sequences = [{"x": np.ones((n, 29), np.float32)} for n in (11, 3, 17)]
     assert not compilations(lambda: unpad(pad(sequences)))
     packed = pack(sequences)
-    assert not compilations(lambda: unpack(pack(sequences), packed.data))
+    assert not compilations(lambda: unpack(packed.data, pack(sequences)))
 
 
 def test_concrete_under_a_trace():
@@ -155,7 +155,7 @@ def test_concrete_under_a_trace():
     @jax.jit
     def cut(data):
         batch, packed, efficiency = pad(sequences), pack(sequences), pad([keys]).efficiency
-        whole = unpad(batch), unpad(data, batch.lengths), unpack(packed, packed.data)
+        whole = unpad(batch), unpad(data, batch.lengths), unpack(packed.data, packed)
         return whole, unpad(data, [3, 1]), unpad(pad([keys])), efficiency
 
     whole, shorter, unpadded, efficiency = cut(pad(sequences).data)

@@ -27,26 +27,26 @@ def batch():
 @settings(max_examples=15)
 @given(lists_of_sequences())
 def test_is_what_pad_makes_of_the_list(sequences):
-    packed = pack(sequences, value=1)
-    want = pad(unpack(packed, packed.data), length=packed.steps, value=0)
-    assert_same_bits(repad(packed, packed.data), want)
+    packed = pack(sequences, fill=1)
+    want = pad(unpack(packed.data, packed), length=packed.steps, fill=0)
+    assert_same_bits(repad(packed.data, packed), want)
     assert_same_bits(jax.jit(repad)(packed, packed.data), want)
     longest = max(np.asarray(packed.index.length))
-    assert_same_bits(repad(packed, packed.data, length=int(longest)), pad(sequences))
-    assert_same_bits(repad(packed, packed.data, length=packed.steps + 2), pad(sequences, length=packed.steps + 2))
+    assert_same_bits(repad(packed.data, packed, length=int(longest)), pad(sequences))
+    assert_same_bits(repad(packed.data, packed, length=packed.steps + 2), pad(sequences, length=packed.steps + 2))
 
 
 def test_what_stands_in_the_padding():
     packed = pack([{"a": array(n), "b": np.ones((n, 2), np.int32)} for n in LONG])
-    want = pad(unpack(packed, packed.data), length=packed.steps, value={"a": np.nan, "b": -1})
-    assert_same_bits(repad(packed, packed.data, value={"a": np.nan, "b": -1}), want)
+    want = pad(unpack(packed.data, packed), length=packed.steps, fill={"a": np.nan, "b": -1})
+    assert_same_bits(repad(packed.data, packed, fill={"a": np.nan, "b": -1}), want)
 
 
 def test_keys():
     keys = jax.random.split(jax.random.key(0), 5)
     packed = pack([keys[:1], keys[1:4], keys[:0]])
-    padded = repad(packed, packed.data)
-    for i, sequence in enumerate(unpack(packed, packed.data)):
+    padded = repad(packed.data, packed)
+    for i, sequence in enumerate(unpack(packed.data, packed)):
         npt.assert_array_equal(as_numpy(padded.data[: len(sequence), i]), as_numpy(sequence))
 
 
@@ -56,10 +56,10 @@ def test_differentiates_and_reads_no_padding():
     weights = array(packed.steps, len(LONG), 2, seed=9)
 
     def total(ys):
-        return jnp.sum(jnp.sin(repad(packed, ys).data) * weights)
+        return jnp.sum(jnp.sin(repad(ys, packed).data) * weights)
 
     def by_hand(ys):
-        return sum(jnp.sum(jnp.sin(y) * weights[: len(y), i]) for i, y in enumerate(unpack(packed, ys)))
+        return sum(jnp.sum(jnp.sin(y) * weights[: len(y), i]) for i, y in enumerate(unpack(ys, packed)))
 
     for run in (total, jax.jit(total)):
         value, grad = jax.value_and_grad(run)(ys)
@@ -76,25 +76,25 @@ def test_differentiates_and_reads_no_padding():
     chex.assert_trees_all_close(
         jax.vmap(jax.grad(total))(stacked), jnp.stack([jax.grad(total)(each) for each in stacked]), rtol=1e-6
     )
-    assert len(list(equations(jax.make_jaxpr(lambda ys: repad(packed, ys))(ys).jaxpr, "gather"))) == 1
+    assert len(list(equations(jax.make_jaxpr(lambda ys: repad(ys, packed))(ys).jaxpr, "gather"))) == 1
 
 
 def test_of_a_mapped_batch():
     one, other = batch(), pack([array(n, 2, seed=7 + i) for i, n in enumerate([5, 5, 0, 1, 1, 1])], rows=2, length=8)
     one = pack([array(n, 2, seed=i) for i, n in enumerate(LONG)], rows=2, length=8)
     both = jax.tree.map(lambda *leaves: jnp.stack(leaves), one, other)
-    want = [repad(packed, packed.data) for packed in (one, other)]
-    got = jax.vmap(lambda packed: repad(packed, packed.data))(both)
+    want = [repad(packed.data, packed) for packed in (one, other)]
+    got = jax.vmap(lambda packed: repad(packed.data, packed))(both)
     chex.assert_trees_all_equal(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
 
 
 def test_nothing_but_empty_sequences():
     for options in ({}, {"length": 3}):
         packed = pack([np.zeros((0, 2), np.float32)] * 2, **options)
-        padded = repad(packed, packed.data, value=4)
+        padded = repad(packed.data, packed, fill=4)
         assert_same_bits(padded.data, jnp.full((packed.steps, 2, 2), 4.0))
-    assert repad(packed, packed.data, length=0).data.shape == (0, 2, 2)
-    assert repad(packed, {"y": None}).data == {"y": None}
+    assert repad(packed.data, packed, length=0).data.shape == (0, 2, 2)
+    assert repad({"y": None}, packed).data == {"y": None}
 
 
 @pytest.mark.devices
@@ -103,8 +103,8 @@ def test_rows_over_an_explicit_mesh():
     packed = treescan.pack([jnp.arange(3.0), jnp.full(2, 5.0), jnp.full(1, 7.0)], rows=2)
     place = lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P(None, "i")))  # noqa: E731
     spread = packed._replace(data=place(packed.data), mask=place(packed.mask), resets=place(packed.resets))
-    runs = [lambda packed: treescan.repad(packed, packed.data, length=3).data]
-    runs += [lambda packed: treescan.last(packed, packed.data, reverse=False)]
+    runs = [lambda packed: treescan.repad(packed.data, packed, length=3).data]
+    runs += [lambda packed: treescan.last(packed.data, packed, reverse=False)]
     wanted = [jax.device_get(run(packed)) for run in runs]
     for is_set in (False, True):
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():

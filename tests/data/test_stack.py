@@ -11,6 +11,7 @@ from hypothesis import given, settings, strategies as st
 from loops import State, array
 
 import treescan
+from treescan import state_dict
 
 pytestmark = pytest.mark.quick
 
@@ -133,7 +134,7 @@ def test_static_leaves_without_a_hash():
     layers = [{"w": array(2, seed=i), "f": {"a"}} for i in range(2)]
     stacked = treescan.set_layer(treescan.stack(layers), 0, layers[1])
     np.testing.assert_array_equal(stacked["w"], np.stack([layers[1]["w"]] * 2))
-    with pytest.raises(treescan.LayerError, match=r'layer\["f"\]'):
+    with pytest.raises(treescan.errors.LayerError, match=r'layer\["f"\]'):
         treescan.set_layer(stacked, 0, {"w": layers[0]["w"], "f": {"b"}})
 
 
@@ -154,7 +155,7 @@ def test_a_number_that_jax_traces_is_shared_too():
     np.testing.assert_array_equal(layer["w"], stacked["w"][2])
     assert layer["scale"].shape == ()
     arrays = {"w": np.ones((3, 2)), "scale": jnp.array(0.5), "flag": np.array(True), "on": jnp.array(True)}
-    state = treescan.layers_to_state_dict(arrays)
+    state = state_dict.layers_to_state_dict(arrays)
     assert [state[f"layers.{i}.{name}"].shape for i in range(3) for name in arrays] == [(2,), (), (), ()] * 3
     changed = jax.jit(treescan.set_layer)(stacked, 0, layer)
     np.testing.assert_array_equal(changed["w"][0], stacked["w"][2])
@@ -186,12 +187,14 @@ def test_a_checkpoint_comes_back(tree, count, prefix, on_host):
     if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(layers[0])):
         return
     stacked = treescan.stack(layers)
-    state: dict[str, Any] = treescan.layers_to_state_dict(stacked, prefix=prefix)
+    state: dict[str, Any] = state_dict.layers_to_state_dict(stacked, prefix=prefix)
     has_keys = any(jnp.issubdtype(value.dtype, jax.dtypes.prng_key) for value in state.values())
     if on_host and not has_keys:
         state = {name: np.asarray(value) for name, value in state.items()}
     others = {"embed.weight": np.ones(3), "final.0": "no array"} if prefix else {}
-    back = treescan.layers_from_state_dict({**others, **dict(reversed(state.items()))}, layers[0], prefix=prefix)
+    back = state_dict.layers_from_state_dict(
+        {**others, **dict(reversed(state.items()))}, layers[0], prefix=prefix
+    )
     assert as_bits(back) == as_bits(stacked)
     if on_host and not has_keys:
         assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(back) if hasattr(leaf, "shape"))
@@ -201,7 +204,7 @@ def test_a_checkpoint_without_a_like_keeps_its_names():
     """Other names, and those of several stacks, are in `test_mixed_checkpoints.py`."""
     shapes = {"self_attn.q_proj.weight": (6, 4), "norm.weight": (4,)}
     state = {f"model.layers.{i}.{name}": np.full(shape, i) for i in range(3) for name, shape in shapes.items()}
-    by_name = treescan.layers_from_state_dict(state, prefix="model.layers.")
+    by_name = state_dict.layers_from_state_dict(state, prefix="model.layers.")
     assert {name: leaf.shape for name, leaf in by_name.items()} == {name: (3, *shapes[name]) for name in shapes}
 
 
@@ -210,10 +213,10 @@ def test_arrays_of_the_host_stay_there_with_every_bit():
         "layers.0.x": array(2),
         "layers.1.x": array(2),
     }
-    stacked = treescan.layers_from_state_dict(state)
+    stacked = state_dict.layers_from_state_dict(state)
     assert isinstance(stacked["w"], np.ndarray)
     assert isinstance(stacked["x"], jax.Array)
-    back = treescan.layers_to_state_dict(stacked)
+    back = state_dict.layers_to_state_dict(stacked)
     assert back.keys() == state.keys()
     for name, leaf in state.items():
         assert type(back[name]) is type(leaf)
@@ -222,7 +225,7 @@ def test_arrays_of_the_host_stay_there_with_every_bit():
 
 def test_a_number_with_zeros_before_it_is_a_name():
     state = {"layers.0.w": np.ones(2), "layers.00.w": np.zeros(2)}
-    np.testing.assert_array_equal(treescan.layers_from_state_dict(state)["w"], [[1, 1]])
+    np.testing.assert_array_equal(state_dict.layers_from_state_dict(state)["w"], [[1, 1]])
 
 
 def test_a_number_of_a_small_type():

@@ -99,7 +99,7 @@ def blocks_of(text: str) -> Iterator[Block]:
 
 
 def exception(name: str) -> type[BaseException]:
-    found = getattr(treescan, name, None) or getattr(builtins, name)
+    found = getattr(treescan.errors, name, None) or getattr(builtins, name)
     assert issubclass(found, BaseException)
     return found
 
@@ -135,9 +135,11 @@ def public(module: types.ModuleType) -> dict[str, object]:
     return {name: value for name, value in names.items() if not isinstance(value, types.ModuleType)}
 
 
+SUBMODULES = ("carries", "lifting", "meters", "state_dict", "types")
 PUBLIC = {
     "treescan": public(treescan),
-    "treescan.carries": public(treescan.carries),
+    **{f"treescan.{name}": public(getattr(treescan, name)) for name in SUBMODULES},
+    "treescan.errors": {name: value for name, value in public(treescan.errors).items() if name != "TreescanError"},
     "treescan.testing": {"check_carry": treescan.testing.check_carry},
     "treescan.integrations.flax": public(treescan.integrations.flax),
     "treescan.integrations.nnx": {name: getattr(treescan.integrations.nnx, name) for name in ("scan", "ModuleCarry")},
@@ -233,7 +235,7 @@ def test_all_public_names_are_documented() -> None:
 
 
 def test_errors_say_where_they_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
-    for kind in filter(is_error, PUBLIC["treescan"].values()):
+    for kind in filter(is_error, PUBLIC["treescan.errors"].values()):
         (note,) = explain(Fault(kind, "{verb}"), "scan").__notes__
         command = re.fullmatch(r"More about it: python -m treescan (explain \w+)", note)
         assert command
@@ -255,7 +257,7 @@ def test_the_wheel_explains_errors(tmp_path: Path, capsys: pytest.CaptureFixture
     place, _, explained = text.partition("\n")
     assert Path(place).is_relative_to(installed)
     assert main(["explain", "CarryError"]) == 0
-    assert main(["explain", "treescan.carryerror"]) == 0  # as a traceback prints it, or carelessly
+    assert main(["explain", "treescan.errors.carryerror"]) == 0  # as a traceback prints it, or carelessly
     assert capsys.readouterr().out == explained * 2
     assert "carry cannot grow" in explained
 

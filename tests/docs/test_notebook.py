@@ -14,7 +14,7 @@ nbclient = pytest.importorskip("nbclient")
 ROOT = Path(__file__).parents[2]
 CELL = """
 import jax, jax.numpy as jnp, treescan
-bar = treescan.Progress("cells", show=lambda h: {"h": h}, updates=20)
+bar = treescan.meters.Progress("cells", show=lambda h: {"h": h}, updates=20)
 loss = lambda h: treescan.fold(lambda h, x: jnp.tanh(h + x), h, jnp.linspace(-1, 1, 1000), progress=bar)
 jax.block_until_ready(jax.grad(loss)(0.0))
 jax.effects_barrier()

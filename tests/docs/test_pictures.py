@@ -140,7 +140,7 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
         return Program(call, transforms)
 
     monkeypatch.setattr("treescan._verbs.prepare.Program", record)
-    shown = treescan.Progress(meter=treescan.Text())
+    shown = treescan.meters.Progress(meter=treescan.meters.Text())
     every = {"out_axes": 0, "remat": "step", "save": (2, np.array([0, 2])), "truncate": 2, "progress": shown}
     run = {
         "scan": lambda: treescan.scan(

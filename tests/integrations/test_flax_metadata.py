@@ -127,8 +127,8 @@ def test_a_layer_has_the_metadata_that_it_had(kind: str, name: str | None, told:
     assert jax.tree.structure(changed) == jax.tree.structure(stacked)
     assert same(treescan.layer_at(changed, 0), layers[1])
     assert same(treescan.stack(layers, layer_axis_name=name), stacked), "what is given is not changed"
-    state = treescan.layers_to_state_dict(stacked)
-    assert same(treescan.layers_from_state_dict(state, layers[0]), treescan.stack(layers))
+    state = treescan.state_dict.layers_to_state_dict(stacked)
+    assert same(treescan.state_dict.layers_from_state_dict(state, layers[0]), treescan.stack(layers))
 
 
 @pytest.mark.parametrize("name", NAMES)

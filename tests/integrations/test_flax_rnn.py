@@ -18,7 +18,7 @@ from loops import array
 from oracle import assert_close
 from thin import slow
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
+from treescan.errors import ArgumentError, ArgumentTypeError, BodyError, CarryError
 from treescan.integrations.flax import RNN
 
 B, T, F, H = 3, 5, 2, 3

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax.core import broadcast
 from flax_models import MODELS, XS, H, from_function, recurrent
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
+from treescan.errors import ArgumentError, ArgumentTypeError, BodyError, CarryError
 from treescan.integrations.flax import scan
 
 KEY = jax.random.key(0)
@@ -95,7 +95,7 @@ def lengths_differ(self, h, x, more):
 
 
 GOLDEN = Path(__file__).parent / "golden"
-ERRORS = {  # one of each kind: the texts of the others are those of `treescan.lift`, which runs the same loop
+ERRORS = {  # one of each kind: the texts of the others are those of `treescan.lifting.lift`, which runs the same loop
     carry_dtype: (CarryError, {}),
     made_inside: (BodyError, {"variable_carry": "state"}),
     broadcast_depends_on_x: (BodyError, SHARED),

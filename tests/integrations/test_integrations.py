@@ -131,7 +131,7 @@ def test_a_module_of_another_structure() -> None:
         module.extra = nnx.Param(x)
         return module, None
 
-    with pytest.raises(treescan.PluginError, match="Create all of them before the scan"):
+    with pytest.raises(treescan.errors.PluginError, match="Create all of them before the scan"):
         treescan.scan(grow, nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
-    with pytest.raises(treescan.PluginError, match="instead of the module that it was given"):
+    with pytest.raises(treescan.errors.PluginError, match="instead of the module that it was given"):
         treescan.scan(lambda module, x: (x, None), nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)

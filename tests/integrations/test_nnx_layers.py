@@ -11,7 +11,7 @@ from flax import nnx
 
 import treescan
 import treescan.integrations.nnx
-from treescan import BodyError
+from treescan.errors import BodyError
 
 N, D = 3, 2
 KEY = jax.random.key(0)

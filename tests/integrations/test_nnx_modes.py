@@ -189,7 +189,7 @@ def gradients(scan: Any) -> Any:
     return nnx.value_and_grad(loss, argnums=(0, 2))(layers, counter, H), layers, counter
 
 
-argument, body, carry = treescan.ArgumentError, treescan.BodyError, treescan.CarryError
+argument, body, carry = treescan.errors.ArgumentError, treescan.errors.BodyError, treescan.errors.CarryError
 REFUSED: dict[Callable[[Any], Any], tuple[type[Exception], str]] = {
     shared_with_the_carry: (argument, "c.n and m.n are the same Variable"),
     argument_as_output: (body, "out[1].bias"),
@@ -251,7 +251,7 @@ def test_step_by_step(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["graph", "graph_updates"])
 def test_a_mode_is_a_bool(mode: str) -> None:
-    with pytest.raises(treescan.ArgumentTypeError) as caught:
+    with pytest.raises(treescan.errors.ArgumentTypeError) as caught:
         scan(lambda h, x: (h, x), **{mode: cast(Any, "tree")})(H, XS)
     assert f"`{mode}` must be True, False or None, got 'tree'" in " ".join(str(caught.value).split())
 
@@ -260,7 +260,7 @@ def test_a_mode_is_a_bool(mode: str) -> None:
 def test_axes_of_another_module() -> None:
     axes = nnx.prefix(Counter(), {...: 0}, graph=False)
     run = scan(lambda h, m: m(h), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, graph=False)
-    with pytest.raises(treescan.ArgumentError, match=r"axes of m have none for m\.\w+"):
+    with pytest.raises(treescan.errors.ArgumentError, match=r"axes of m have none for m\.\w+"):
         run(H, stack(kind=linear))
-    with pytest.raises(treescan.ArgumentError, match="x has axes of a module, but is"):
+    with pytest.raises(treescan.errors.ArgumentError, match="x has axes of a module, but is"):
         scan(lambda h, x: (h, x), in_axes=(nnx.Carry, axes), graph=False)(H, XS)

@@ -439,7 +439,7 @@ WRONG_AXES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", WRONG_AXES)
 def test_wrong_axes(name: str) -> None:
     options, says = WRONG_AXES[name]
-    kind = treescan.ArgumentTypeError if name in ("text", "boolean") else treescan.ArgumentError
+    kind = treescan.errors.ArgumentTypeError if name in ("text", "boolean") else treescan.errors.ArgumentError
     text = error_of(scanned(identity, H, stack(kind=linear), **options), kind)
     assert says in text
     assert "`identity`" in text
@@ -454,7 +454,7 @@ def test_axes_that_are_modules_or_states(graph: bool | None) -> None:
             pytest.skip("flax has no `nnx.prefix`")
         axes = nnx.prefix(module, {...: 0}, graph=graph)
         kind = "TreeState" if graph else "Linear"
-    text = error_of(scanned(identity, H, stack(kind=linear), in_axes=(C, axes)), treescan.ArgumentTypeError)
+    text = error_of(scanned(identity, H, stack(kind=linear), in_axes=(C, axes)), treescan.errors.ArgumentTypeError)
     assert f"in_axes[1] is a {kind} of axes" in text
     assert "nnx.StateAxes({nnx.Param: 0, ...: None})" in text
 
@@ -488,7 +488,7 @@ def of_a_reference() -> Any:
 
 
 REFUSED: dict[type[Exception], dict[str, tuple[Callable[[], Any], tuple[str, ...]]]] = {
-    treescan.ArgumentError: {
+    treescan.errors.ArgumentError: {
         "axes of an array": (
             scanned(identity, H, XS, in_axes=(C, nnx.StateAxes({...: 0}))),
             ("m has an `nnx.StateAxes`, but is float32[4,3,5]",),
@@ -507,7 +507,7 @@ REFUSED: dict[type[Exception], dict[str, tuple[Callable[[], Any], tuple[str, ...
         "output axes": (scanned(lambda h, x: (h, x), H, XS, out_axes=(C, 3)), ("3",)),
         "a reference": (of_a_reference, ("v holds a mutable array",)),
     },
-    treescan.CarryError: {
+    treescan.errors.CarryError: {
         "dtype": (scanned(casts, {"a": H}, XS), ('h["a"]   float32[3,5]   bfloat16[3,5]   dtype',)),
         "variable": (
             lambda: scan(sets_a_value, in_axes=(C, nnx.StateAxes({...: C}), 0))(H, Counter(), XS),
@@ -527,11 +527,11 @@ REFUSED: dict[type[Exception], dict[str, tuple[Callable[[], Any], tuple[str, ...
             ("c      1 modules or variables   0",),
         ),
     },
-    treescan.BodyError: {
+    treescan.errors.BodyError: {
         "one output": (scanned(lambda h, x: h, H, XS), ("has 2 entries",)),
         "a text": (scanned(lambda h, x: (h, {"a": "text"}), H, XS), ("out[1][\"a\"] is 'text'",)),
     },
-    treescan.ArgumentTypeError: {
+    treescan.errors.ArgumentTypeError: {
         "keyword": (lambda: scan(scaled)(H, XS, scale=2.0), ("scale are passed by keyword",)),
         "method": (lambda: scan(Counter().__call__), ("scan(Counter.__call__, ...)(module, ...)",)),
     },
@@ -553,7 +553,9 @@ def test_a_carry_that_begins_to_vary() -> None:
 
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
     run = jax.shard_map(sums, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=PartitionSpec())
-    assert """`jax.lax.pcast(h["a"], ('rows',), to='varying')`""" in error_of(lambda: run(XS), treescan.CarryError)
+    assert """`jax.lax.pcast(h["a"], ('rows',), to='varying')`""" in error_of(
+        lambda: run(XS), treescan.errors.CarryError
+    )
 
 
 def replace_metadata(v: nnx.Variable) -> nnx.Variable:
@@ -606,7 +608,7 @@ def test_a_carried_variable_keeps_its_type_and_metadata(name: str) -> None:
     for where, run in runs.items():
         with pytest.raises((TypeError, ValueError)):
             run(nnx.scan)
-        text = words(error_of(lambda run=run: run(scan), treescan.CarryError))
+        text = words(error_of(lambda run=run: run(scan), treescan.errors.CarryError))
         assert words(f"leaf given returned {where} {says}") in text
         assert "set them before or after the scan" in text
 
@@ -622,7 +624,7 @@ def test_a_module_in_the_carry_of_a_plain_scan_keeps_types_and_metadata(name: st
 
     counter = Counter()
     counter.n.set_metadata(axes=("old",))
-    text = words(error_of(lambda: treescan.scan(step, counter, XS), treescan.PluginError))
+    text = words(error_of(lambda: treescan.scan(step, counter, XS), treescan.errors.PluginError))
     assert f"n had {given}, now {now}." in text
 
 
@@ -635,6 +637,6 @@ def test_a_module_of_an_outer_trace() -> None:
     with pytest.raises(ValueError, match="trace level"):
         run(nnx.scan)
     assert "m.n was created outside the function that is being traced" in error_of(
-        lambda: run(scan), treescan.ArgumentError
+        lambda: run(scan), treescan.errors.ArgumentError
     )
     assert float(counter.n[...]) == 0.0

@@ -25,8 +25,10 @@ SHARED: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params
 ONES, XS = jnp.ones((B, F)), jnp.ones((T, B, F))
 
 
-def bar(label: str) -> treescan.Progress:
-    return treescan.Progress(label, show=lambda carry: {"h": jax.tree.leaves(carry)[0].sum()}, meter=treescan.Text())
+def bar(label: str) -> treescan.meters.Progress:
+    return treescan.meters.Progress(
+        label, show=lambda carry: {"h": jax.tree.leaves(carry)[0].sum()}, meter=treescan.meters.Text()
+    )
 
 
 class Logs(nn.Module):

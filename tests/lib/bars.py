@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import treescan
-from treescan import Progress
+from treescan.meters import Progress
 
 LOG = []
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
-class Recorder(treescan.AbstractProgressMeter):
+class Recorder(treescan.meters.AbstractProgressMeter):
     """Notes what it is told, with the number of the bar."""
 
     def init(self, label, total):

@@ -12,7 +12,18 @@ import jax.numpy as jnp
 from error_cases import LENGTHS, ROWS, XS, case, named
 
 from treescan import accumulate, carries, fold, mask_scan, scan
-from treescan.carries import AbstractCarry, Ema, Sum, _registry, best, cast, ema, keys, register_carry, sum_
+from treescan.carries import (
+    AbstractCarry,
+    Ema,
+    RunningSum,
+    _registry,
+    best,
+    cast,
+    ema,
+    keys,
+    register_carry,
+    running_sum,
+)
 from treescan.testing import check_carry
 
 
@@ -102,8 +113,8 @@ case()(
     plugin_without_write=lambda one: unregistered("Latch", read=lambda self: one),
     plugin_without_hooks=lambda one: unregistered("Latch"),
     carry_of_the_value_seen=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
-    carry_of_another_carry=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
-    carry_shared_text=lambda one: carries.sum_(one, shared="no"),
+    carry_of_another_carry=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), RunningSum),
+    carry_shared_text=lambda one: carries.running_sum(one, shared="no"),
     carry_debias_text=lambda one: ema(one, 0.9, debias="no"),
     carry_decay_text=lambda one: ema(one, "0.9"),
     carry_decay_above_1=lambda one: ema({"w": one, "b": one}, {"w": 0.9, "b": 1.5}),
@@ -164,7 +175,9 @@ case()(
         XS,
     ),
     plugin_writes_other_class=lambda one: scan(
-        step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
+        step,
+        {"seen": count(one, write=named("write", lambda self, returned, valid: running_sum(self.number + returned)))},
+        XS,
     ),
     carry_moments_of_an_array=lambda one: carries.moments(one * XS),
     carry_moments_of_a_dtype=lambda one: carries.moments(jnp.float32),
@@ -183,7 +196,7 @@ case()(
     ),
     plugin_rows_str=lambda one: over_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
     plugin_rows_of_a_carry_within=lambda one: over_rows(
-        {"seen": count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
+        {"seen": count(running_sum(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
     ),
     batch_not_in_custom_carry=lambda one: over_rows(
         {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}

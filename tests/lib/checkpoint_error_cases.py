@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from error_cases import XS as X, case, mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from treescan import layers_from_state_dict, layers_to_state_dict
+from treescan.state_dict import layers_from_state_dict, layers_to_state_dict
 
 
 def checkpoint(one: Any, n: int = 3, prefix: str = "model.layers") -> dict[str, Any]:

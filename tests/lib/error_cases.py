@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-import treescan
-from treescan import TreescanError
+from treescan import TreescanError, errors
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -79,7 +78,7 @@ class Case(NamedTuple):
     def error(self) -> type[TreescanError]:
         """The class with which the golden file begins."""
         if self.golden:
-            return getattr(treescan, self.golden.partition(":")[0].removeprefix("treescan."))
+            return getattr(errors, self.golden.partition(":")[0].removeprefix("treescan.errors."))
         with pytest.raises(TreescanError) as caught:
             self.provoke()
         return caught.type

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import treescan
-from treescan import fold_layers, fori, lift, mask_scan, scan, scan_layers, while_scan
+from treescan import fold_layers, fori, mask_scan, scan, scan_layers, while_scan
 from treescan.integrations import nnx as of_nnx
+from treescan.lifting import lift
 
 T, N = 8, 64
 BYTES = 4 * T * N * N
@@ -128,7 +129,7 @@ def _lifted(w: Any, remat: Any, on: bool) -> Any:
         w = variables["params"]
         return (_step(h, w), None), ({"params": w} if on else {})
 
-    axes = {"params": 0} if on else {"params": treescan.In(0)}
+    axes = {"params": 0} if on else {"params": treescan.lifting.In(0)}
     (h, _), found = lift(body, variable_axes=axes, length=T, remat=remat)({"params": w}, {}, H, None)
     return h, found.get("params")
 

@@ -10,8 +10,9 @@ import numpy as np
 from error_cases import XS as X, case, mesh_of, named, on_mesh, with_ref
 from jax.sharding import NamedSharding, PartitionSpec
 
-from treescan import fold_layers, init_layers, layer_at, layers_to_state_dict, scan_layers, set_layer, stack, unstack
+from treescan import fold_layers, init_layers, layer_at, scan_layers, set_layer, stack, unstack
 from treescan.carries import keys
+from treescan.state_dict import layers_to_state_dict
 
 
 class Dense(NamedTuple):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from error_cases import XS, case, named
 from jaxtyping import Array, Float
 
-from treescan import In, Out, lift
 from treescan.carries import keys
+from treescan.lifting import In, Out, lift
 
 W = {"w": jnp.ones(2)}
 

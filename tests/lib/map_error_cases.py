@@ -8,7 +8,8 @@ import numpy as np
 from error_cases import case, exported, on_mesh
 from jax.sharding import PartitionSpec
 
-from treescan import Progress, chunk_map
+from treescan import chunk_map
+from treescan.meters import Progress
 
 XS = jnp.arange(6.0)
 

@@ -115,7 +115,7 @@ def remat_fit_over_a_ref_with_rows(one):
 @case()
 def repad_too_long(one):
     packed = treescan.pack([words(1), words(3)], length=4)
-    return treescan.repad(packed, packed.data, length=2)
+    return treescan.repad(packed.data, packed, length=2)
 
 
 case(less=("disable_jit",))(
@@ -137,8 +137,8 @@ case(less=("disable_jit",))(
     unpad_traced=lambda one: jax.jit(treescan.unpad)(ROWS, LENGTHS),
     efficiency_traced=lambda one: jax.jit(lambda padded: padded.efficiency)(PADDED),
     efficiency_of_packed_traced=lambda one: jax.jit(lambda packed: packed.efficiency)(PACKED),
-    unpack_traced=lambda one: jax.jit(lambda packed: treescan.unpack(packed, packed.data))(PACKED),
-    repad_to_less_than_is_known=lambda one: jax.jit(lambda packed: treescan.repad(packed, packed.data, length=3))(TWO),
+    unpack_traced=lambda one: jax.jit(lambda packed: treescan.unpack(packed.data, packed))(PACKED),
+    repad_to_less_than_is_known=lambda one: jax.jit(lambda packed: treescan.repad(packed.data, packed, length=3))(TWO),
 )
 
 case(less=("disable_jit", "vmap", "grad"))(
@@ -146,7 +146,7 @@ case(less=("disable_jit", "vmap", "grad"))(
         lambda rows: mask_scan(step, rows, ROWS, lengths=LENGTHS, compact=True)[0], mesh_of(1), check_vma=False
     )(pair(one)),
     repad_of_rows_over_devices=lambda one: over_devices(
-        lambda packed: treescan.repad(packed, packed.data), mesh_of(1), check_vma=False
+        lambda packed: treescan.repad(packed.data, packed), mesh_of(1), check_vma=False
     )(TWO),
 )
 
@@ -263,8 +263,8 @@ case()(
     length_mask_of_lists=lambda one: treescan.length_mask([[3, 1], [2]], 3),
     length_mask_without_length=lambda one: treescan.length_mask(LENGTHS, None),
     pack_inits_that_are_stacked=lambda one: treescan.pack([words(3), words(4)], init={"h": jnp.zeros((2, 4))}),
-    unpack_padded=lambda one: treescan.unpack(PADDED, PADDED.data),
-    repad_of_padded=lambda one: treescan.repad(PADDED, PADDED.data),
+    unpack_padded=lambda one: treescan.unpack(PADDED.data, PADDED),
+    repad_of_padded=lambda one: treescan.repad(PADDED.data, PADDED),
     pad_nothing=lambda one: treescan.pad([]),
     pad_lists_of_numbers=lambda one: treescan.pad([[1, 2, 3], [4, 5]]),
     pad_without_steps=lambda one: treescan.pad([words(3) | {"label": 1, "speaker": "ann"}] * 6),
@@ -282,9 +282,9 @@ case()(
     ),
     pad_too_long=lambda one: treescan.pad([words(3), words(7)], length=5),
     pad_length_negative=lambda one: treescan.pad([words(3)], length=-1),
-    pad_value_does_not_fit=lambda one: treescan.pad([words(3)], value=float("nan")),
-    pad_value_array=lambda one: treescan.pad([words(3)], value={"token": 0, "features": np.zeros(4)}),
-    pad_value_no_prefix=lambda one: treescan.pad([words(3)], value={"token": -1}),
+    pad_fill_does_not_fit=lambda one: treescan.pad([words(3)], fill=float("nan")),
+    pad_fill_array=lambda one: treescan.pad([words(3)], fill={"token": 0, "features": np.zeros(4)}),
+    pad_fill_no_prefix=lambda one: treescan.pad([words(3)], fill={"token": -1}),
     unpad_without_lengths=lambda one: treescan.unpad(PADDED.data),
     unpad_batch_first=lambda one: treescan.unpad({"x": ROWS, "y": ROWS.swapaxes(0, 1)}, [3, 1]),
     unpad_too_long=lambda one: treescan.unpad(ROWS, TOO_LONG),
@@ -299,12 +299,12 @@ case()(
     ),
     pack_inits_of_other_sequences=lambda one: treescan.pack([words(3), words(4)], init=[one]),
     pack_inits_with_a_function=lambda one: treescan.pack([words(3), words(4)], init=[{"h": one, "f": encode}] * 2),
-    last_other_rows=lambda one: treescan.last(treescan.pad([XS, XS]), ROWS[:, :1], reverse=False),
+    last_other_rows=lambda one: treescan.last(ROWS[:, :1], treescan.pad([XS, XS]), reverse=False),
     unpad_lengths_twice=lambda one: treescan.unpad(PADDED, PADDED.lengths),
-    unpack_other_steps=lambda one: treescan.unpack(LONG, {"y": LONG.data["token"][1:], "loss": one}),
-    repad_other_steps=lambda one: treescan.repad(LONG, {"y": LONG.data["token"][1:], "loss": one}),
-    repad_value_no_prefix=lambda one: treescan.repad(PACKED, PACKED.data, value={"token": 0}),
-    last_swapped=lambda one: treescan.last(PACKED.data, PACKED, reverse=False),
-    last_without_direction=lambda one: treescan.last(PACKED, PACKED.data),
-    last_of_direction_as_text=lambda one: treescan.last(PACKED, PACKED.data, reverse="yes"),
+    unpack_other_steps=lambda one: treescan.unpack({"y": LONG.data["token"][1:], "loss": one}, LONG),
+    repad_other_steps=lambda one: treescan.repad({"y": LONG.data["token"][1:], "loss": one}, LONG),
+    repad_fill_no_prefix=lambda one: treescan.repad(PACKED.data, PACKED, fill={"token": 0}),
+    last_swapped=lambda one: treescan.last(PACKED, PACKED.data, reverse=False),
+    last_without_direction=lambda one: treescan.last(PACKED.data, PACKED),
+    last_of_direction_as_text=lambda one: treescan.last(PACKED.data, PACKED, reverse="yes"),
 )

@@ -12,7 +12,9 @@ BASE = ("_lazy", "_text", "_avals", "_tree", "_flax", "_errors", "_types", "carr
 CORE = ("_transforms", "_outputs", "_remat", "_rows", "_until", "_arguments", "_stacks", "_batches", "_verbs")
 ASKED = ("_faster", "_options", "options")
 """What the core asks for when a call needs it: nothing of the core imports it at its head."""
-EXTRAS = ("_extras", "testing", "__init__", "__main__", "integrations")
+HEADS = ("__init__", "errors", "lifting", "meters", "state_dict", "types")
+"""What lists public names, for type checkers and for who reads one first."""
+EXTRAS = ("_extras", "testing", *HEADS, "__main__", "integrations")
 GROUPS = [*((name,) for name in BASE), (*CORE, *ASKED), EXTRAS]
 
 

@@ -26,7 +26,7 @@ def go(way: str, call: Any, data: Any) -> Any:
 
 def caught(call: Any) -> str:
     """The text that a call ends with, however it is raised; what comes later of another element is waited for."""
-    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
+    with pytest.raises((treescan.errors.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
         jax.block_until_ready(call())
         jax.effects_barrier()
     with contextlib.suppress(Exception):  # of another element of a vmap
@@ -34,7 +34,7 @@ def caught(call: Any) -> str:
     return " ".join(str(error.value).split())
 
 
-def named(call: Any) -> tuple[str, treescan.NonFinite]:
+def named(call: Any) -> tuple[str, treescan.types.NonFinite]:
     """The text that a call ends with, and the record of what it names."""
     text, record = caught(call), treescan.last_nonfinite()
     assert record is not None

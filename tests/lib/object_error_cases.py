@@ -78,6 +78,6 @@ case(less=("disable_jit",))(  # where the message shows the values that the obje
     object_as_carry=lambda one: fold(lambda c, x: State(c), one, XS),
 )
 case(less=("jit", "vmap", "grad"))(
-    stream_of_a_range=lambda one: stream(step, 0.0, range(10), chunk=4),
-    stream_source_returns_nothing=lambda one: stream(step, 0.0, lambda start, n: None, chunk=4, length=8),
+    stream_of_a_range=lambda one: stream(step, 0.0, range(10), part=4),
+    stream_source_returns_nothing=lambda one: stream(step, 0.0, lambda start, n: None, part=4, length=8),
 )

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 import treescan
-from treescan import Remat, RematPlan
+from treescan import Remat
+from treescan.types import RematPlan
 
 Types = Any
 PLANS = [
@@ -19,7 +20,7 @@ PLANS = [
     Remat("everything_saveable", levels=2),
     Remat("dots_saveable"),
     Remat("dots_saveable", levels=2),
-    Remat(levels=2, segment=2),
+    Remat(levels=2, chunk=2),
 ]
 
 

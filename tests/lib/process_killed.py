@@ -34,7 +34,7 @@ def main() -> None:
     def source(start: int, n: int) -> Any:
         return put(XS[start : start + n, mine], None, "d")
 
-    def on_part(part: treescan.Part[Any, Any]) -> None:
+    def on_part(part: treescan.types.Part[Any, Any]) -> None:
         time.sleep(float(pause))
         print("part", part.start, flush=True)
         if part.start == 4 * CHUNK and number == int(fails):
@@ -45,7 +45,7 @@ def main() -> None:
         checkpoint = treescan.Checkpoint(folder, every=2)
         init = put(INIT[mine], "d")
         h, _ = treescan.stream(
-            step, init, source, chunk=CHUNK, length=T, on_part=on_part, checkpoint=checkpoint, donate=True
+            step, init, source, part=CHUNK, length=T, on_part=on_part, checkpoint=checkpoint, donate=True
         )
     except Exception as error:
         print("raised", type(error).__name__, flush=True)

@@ -180,8 +180,8 @@ def stream(at: Place, data: Data) -> Any:
     options: Any = {"lengths": at.put(data.lengths, "d"), "key": jax.random.key(0), "save": keeps}
     once, ys = treescan.mask_scan(step, h, source(0, T), **options)
     Counter.bars.clear()
-    options["progress"] = treescan.Progress("rows", meter=Counter())
-    carry, last = treescan.stream(step, h, source, chunk=16, length=T, on_part=on_part, **options)
+    options["progress"] = treescan.meters.Progress("rows", meter=Counter())
+    carry, last = treescan.stream(step, h, source, part=16, length=T, on_part=on_part, **options)
     assert Counter.bars == ([] if jax.process_index() else ["closed"])
     assert starts == [0, 16, 32] and whole(carry) == whole(once) and whole(last["last"]) == whole(ys["last"])
     return [carry, last["last"]]

@@ -29,7 +29,7 @@ def layers_of(h: Any, xs: Any, **options: Any) -> Any:
 
 
 def in_parts(h: Any, xs: Any, **options: Any) -> Any:
-    return treescan.stream(lambda h, x: (step(h, x), None), h, xs, chunk=2, **options)[0]
+    return treescan.stream(lambda h, x: (step(h, x), None), h, xs, part=2, **options)[0]
 
 
 def until(axis: int | None, h: Any, xs: Any, **options: Any) -> Any:
@@ -64,7 +64,7 @@ ALL = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Counter(treescan.AbstractProgressMeter):
+class Counter(treescan.meters.AbstractProgressMeter):
     """Counts the bars of this process."""
 
     bars: ClassVar[list[str]] = []
@@ -83,7 +83,7 @@ class Counter(treescan.AbstractProgressMeter):
 def bars_of(h: Any, xs: Any) -> list[str]:
     """The bars that this process shows of a loop over all processes."""
     for updates in (None, 2):
-        shows = treescan.Progress("loop", updates=updates, meter=Counter(), show=lambda h: {"mean": h.mean()})
+        shows = treescan.meters.Progress("loop", updates=updates, meter=Counter(), show=lambda h: {"mean": h.mean()})
         jax.block_until_ready(FORWARD["fold"](h, xs, progress=shows))
         jax.effects_barrier()
     return Counter.bars
@@ -109,7 +109,7 @@ def outcome(run: Any, h: Any, xs: Any, mesh: Any) -> Any:
     try:
         jax.block_until_ready(run(h, xs))
         jax.effects_barrier()
-    except (treescan.NonFiniteError, jax.errors.JaxRuntimeError) as raised:
+    except (treescan.errors.NonFiniteError, jax.errors.JaxRuntimeError) as raised:
         error = type(raised).__name__ if "NonFiniteError" in repr(raised) else repr(raised)
     with contextlib.suppress(Exception):  # what JAX keeps of the failure
         jax.effects_barrier()

@@ -14,7 +14,8 @@ import numpy as np
 from error_cases import case
 
 import treescan
-from treescan import Checkpoint, Progress, stream, stream_parts
+from treescan import Checkpoint, stream
+from treescan.meters import Progress
 
 XS = np.arange(12, dtype=np.float32)
 HOST = ("jit", "vmap", "grad")
@@ -25,11 +26,11 @@ def step(total: Any, x: Any) -> Any:
 
 
 def run(source: Any = XS, **options: Any) -> Any:
-    return stream(step, jnp.float32(0), source, **{"chunk": 5, **options})
+    return stream(step, jnp.float32(0), source, **{"part": 5, **options})
 
 
 def ignore(source: Any) -> Any:
-    return stream(lambda total, x: (total, None), jnp.float32(0), source, chunk=5)
+    return stream(lambda total, x: (total, None), jnp.float32(0), source, part=5)
 
 
 def parts(*sizes: int, kind: Any = np.float32) -> Iterator[Any]:
@@ -89,9 +90,9 @@ case(less=HOST)(
     stream_lengths_beyond_the_source=lambda one: run(parts(5, 2), lengths=9),
     stream_of_a_function_that_makes_an_iterator=lambda one: run(in_parts),
     stream_list_of_numbers=lambda one: run([1.0, 2.0, 3.0]),
-    stream_xs=lambda one: stream(step, jnp.float32(0), xs=XS, chunk=5),
-    stream_without_chunk=lambda one: stream(step, jnp.float32(0), XS),
-    stream_chunk_zero=lambda one: run(chunk=0),
+    stream_xs=lambda one: stream(step, jnp.float32(0), xs=XS, part=5),
+    stream_without_part=lambda one: stream(step, jnp.float32(0), XS, chunk=5),
+    stream_part_zero=lambda one: run(part=0),
     stream_prefetch_negative=lambda one: run(prefetch=-1),
     stream_remainder_of_a_number=lambda one: run(remainder=5),
     stream_donate_number=lambda one: run(donate=1),
@@ -100,7 +101,8 @@ case(less=HOST)(
     stream_save_of_positions=lambda one: run(save=np.array([1, 2])),
     stream_truncate=lambda one: run(truncate=2),
     stream_in_axes=lambda one: run(in_axes=1),
-    stream_parts_on_part=lambda one: stream_parts(step, jnp.float32(0), XS, chunk=5, on_part=print),
+    stream_parts_on_part=lambda one: run(parts=True, on_part=print),
+    stream_parts_of_a_number=lambda one: run(parts=5),
     stream_check_finite_return=lambda one: run(check_finite="return"),
     stream_progress_updates=lambda one: run(progress=Progress(updates=3)),
     stream_checkpoint_number=lambda one: run(checkpoint=3),
@@ -118,17 +120,17 @@ def stream_list_of_equal_parts(one):
 
 @case(less=HOST)
 def stream_carry_that_was_donated(one):
-    return next(stream_parts(step, jnp.float32(0), XS, chunk=5, donate=True)).carry
+    return next(run(parts=True, donate=True)).carry
 
 
 @case(less=HOST)
 def stream_of_a_traced_init(one):
-    return jax.vmap(lambda one: stream(step, {"total": one}, XS, chunk=5))(one[None])
+    return jax.vmap(lambda one: stream(step, {"total": one}, XS, part=5))(one[None])
 
 
 @case(less=HOST)
 def stream_that_closes_over_a_traced_value(one):
-    return jax.grad(lambda one: stream(lambda total, x: (total + x * one, None), jnp.float32(0), XS, chunk=5)[0])(one)
+    return jax.grad(lambda one: stream(lambda total, x: (total + x * one, None), jnp.float32(0), XS, part=5)[0])(one)
 
 
 @case(less=("disable_jit", *HOST))
@@ -142,13 +144,13 @@ def in_folder(**options: Any) -> Any:
 
 @case(less=HOST, context=in_a_new_folder)
 def checkpoints_of_another_run(one):
-    stream(step, jnp.float32(0), XS, chunk=5, checkpoint="runs/1")
-    return stream(step, jnp.zeros(3), XS, chunk=6, checkpoint="runs/1", lengths=np.array([1, 2, 3]))
+    stream(step, jnp.float32(0), XS, part=5, checkpoint="runs/1")
+    return stream(step, jnp.zeros(3), XS, part=6, checkpoint="runs/1", lengths=np.array([1, 2, 3]))
 
 
 @case(less=HOST, context=in_a_new_folder)
 def checkpoints_of_two_runs(one):
-    first = stream_parts(step, jnp.float32(0), XS, chunk=5, checkpoint="runs/1")
+    first = in_folder(parts=True)
     next(first)
     return in_folder()
 
@@ -182,10 +184,10 @@ def damaged(*numbers: int, **options: Any) -> Any:
             raise ValueError
 
     with contextlib.suppress(ValueError):
-        run(np.zeros(20, np.float32), on_part=stop, chunk=1, checkpoint=Checkpoint("runs/1", keep=3))
+        run(np.zeros(20, np.float32), on_part=stop, part=1, checkpoint=Checkpoint("runs/1", keep=3))
     for number in numbers:
         Path(f"runs/1/{number}/about/metadata").write_text("{}")
-    return run(np.zeros(20, np.float32), chunk=1, checkpoint=Checkpoint("runs/1", keep=3, **options))
+    return run(np.zeros(20, np.float32), part=1, checkpoint=Checkpoint("runs/1", keep=3, **options))
 
 
 case(less=HOST, context=in_a_new_folder)(

@@ -12,22 +12,9 @@ import jax
 import jax.numpy as jnp
 from error_cases import case, exported, mesh_of, over_devices
 
-from treescan import (
-    AbstractProgressMeter,
-    Progress,
-    Text,
-    Tqdm,
-    describe,
-    fold,
-    fori,
-    lift,
-    mask_scan,
-    measure_remat,
-    plan_remat,
-    progress,
-    scan,
-    while_scan,
-)
+from treescan import describe, fold, fori, mask_scan, measure_remat, plan_remat, progress, scan, while_scan
+from treescan.lifting import lift
+from treescan.meters import AbstractProgressMeter, Progress, Text, Tqdm
 
 XS = jnp.arange(4.0)
 

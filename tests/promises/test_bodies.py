@@ -305,7 +305,7 @@ def test_a_wrapper_has_parameters_of_its_own():
 
 def test_an_old_carry_as_output_is_no_swapped_pair():
     for body in (lambda c, x: ((c + x).astype(jnp.bfloat16), c), lambda c, x: (jnp.append(c, x), c)):
-        with pytest.raises(treescan.CarryError):
+        with pytest.raises(treescan.errors.CarryError):
             treescan.scan(body, jnp.ones(1), XS)
 
 
@@ -317,7 +317,7 @@ def test_a_static_call_has_no_self():
 
     carry, _ = treescan.mask_scan(Step(), jnp.zeros(2), jnp.ones((3, 2)), lengths=jnp.array([1, 3]))
     assert carry.tolist() == [1, 3]
-    with pytest.raises(treescan.BodyError, match="needs the keyword `valid`"):
+    with pytest.raises(treescan.errors.BodyError, match="needs the keyword `valid`"):
         treescan.fold(Step(), 0.0, jnp.ones(3))
 
 

@@ -28,7 +28,7 @@ def test_a_dataclass_is_carried_and_its_fields_are_named_in_errors(kind):
     for final, _ in (treescan.scan(step, init, XS), treescan.mask_scan(step, init, XS, lengths=jnp.array([6, 6]))):
         assert isinstance(final, State)
         chex.assert_trees_all_equal(final, State(h=XS.sum(0), steps=jnp.array([6, 6], jnp.int32)))
-    with pytest.raises(treescan.CarryError, match=r"c\.h +float32\[2\] +float16\[2\] +dtype"):
+    with pytest.raises(treescan.errors.CarryError, match=r"c\.h +float32\[2\] +float16\[2\] +dtype"):
         treescan.scan(lambda c, x: (State(h=c.h.astype(jnp.float16), steps=c.steps), x), init, XS)
 
 
@@ -144,7 +144,7 @@ def test_chex_is_asked_once_for_the_same_types(monkeypatch, no_verdict_is_kept):
 def test_a_change_of_the_carry_is_refused_where_assertions_are_off(returned, no_verdict_is_kept):
     chex.disable_asserts()
     try:
-        with pytest.raises(treescan.CarryError, match="differs from the one it was given"):
+        with pytest.raises(treescan.errors.CarryError, match="differs from the one it was given"):
             treescan.scan(lambda c, x: (returned, x), {"h": INIT}, XS)
     finally:
         chex.enable_asserts()

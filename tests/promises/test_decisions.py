@@ -149,7 +149,7 @@ def test_an_order_is_not_made_again():
         np.testing.assert_array_equal(table, np.bincount(np.ravel(places), minlength=48))
 
 
-@pytest.mark.parametrize("plan", ["remat='nested', save='last'", "remat=treescan.Remat('dots_saveable', segment=4)"])
+@pytest.mark.parametrize("plan", ["remat='nested', save='last'", "remat=treescan.Remat('dots_saveable', chunk=4)"])
 def test_no_step_is_left_over_by_itself(plan):
     """XLA would put it into the program around the loop, together with its derivative."""
     assert not failure(dataclasses.replace(LARGEST, plan=plan, steps=5))
@@ -176,7 +176,7 @@ def test_comparisons_with_a_number_without_rows(decision):
 
 RECORDS = {
     "nested": lambda step, h, xs: treescan.scan(step, h, xs, remat="nested"),
-    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat("everything_saveable", segment=4)),
+    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat("everything_saveable", chunk=4)),
     "levels": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat(levels=3)),
     "dots": lambda step, h, xs: treescan.scan(step, h, xs, remat=Remat("dots_saveable")),
     "masked": lambda step, h, xs: treescan.mask_scan(step, h, xs, lengths=np.full(8, 48), chunk=8),

@@ -94,7 +94,7 @@ def test_a_fault_of_a_late_step_is_found():
         seen.append(None)
         return (c if x < 3 else c.astype(jnp.float16)), None
 
-    with jax.disable_jit(), pytest.raises(treescan.CarryError, match=re.escape("float32[]   float16[]")):
+    with jax.disable_jit(), pytest.raises(treescan.errors.CarryError, match=re.escape("float32[]   float16[]")):
         treescan.scan(body, jnp.float32(0), jnp.arange(6.0))
     assert len(seen) == 4
 

@@ -65,7 +65,7 @@ def places(monkeypatch: pytest.MonkeyPatch) -> list[re.Match[str]]:
 
 def text_of(error: BaseException) -> str:
     """The error as a user reads it, under the traceback."""
-    return f"treescan.{type(error).__name__}: {error}".rstrip() + "\n"
+    return f"treescan.errors.{type(error).__name__}: {error}".rstrip() + "\n"
 
 
 def as_spelled(text: str) -> str:

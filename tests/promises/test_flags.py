@@ -99,7 +99,7 @@ RUNS = {
     "compact": lambda f, h, xs, n, r: treescan.mask_scan(f, h, xs, lengths=n, chunk=2, compact=True),
     "resets": lambda f, h, xs, n, r: treescan.mask_scan(f, h, xs, lengths=n, resets=r, chunk=2),
     "fold_layers": lambda f, h, xs, n, r: treescan.fold_layers(lambda x, c: f(c, x)[0], h, xs, remat="step"),
-    "lift": lambda f, h, xs, n, r: treescan.lift(lambda variables, rngs, c, x: (f(c, x), {}))({}, {}, h, xs),
+    "lift": lambda f, h, xs, n, r: treescan.lifting.lift(lambda variables, rngs, c, x: (f(c, x), {}))({}, {}, h, xs),
 }
 
 

@@ -250,7 +250,7 @@ VERBS: dict[str, Any] = {
 }
 CHECKS: list[dict[str, Any]] = [{}, {"check_finite": True}]
 MAPPED: list[tuple[str, dict[str, Any]]] = [(verb, options) for options in CHECKS for verb in VERBS]
-MAPPED.append(("scan", {"progress": treescan.Progress(meter=treescan.Text())}))
+MAPPED.append(("scan", {"progress": treescan.meters.Progress(meter=treescan.meters.Text())}))
 
 
 @pytest.mark.parametrize("kind", ["Explicit", pytest.param("Auto", marks=pytest.mark.slow)])
@@ -304,7 +304,7 @@ def test_a_checked_step_may_read_weights_that_name_no_mesh(use: Any, names: tupl
         return treescan.fold(lambda h, x: jnp.log(use(w, h) + x), h, xs, check_finite="return")[1]
 
     def says(*given: Any) -> str:
-        with pytest.raises(treescan.NonFiniteError) as caught:
+        with pytest.raises(treescan.errors.NonFiniteError) as caught:
             run(*given).check()
         return str(caught.value)
 
@@ -338,7 +338,7 @@ def left_to_xla(w: Any, h: Any, x: Any) -> Any:
 
 SPREADING: dict[str, Any] = {
     "auto": lambda step, h, xs: treescan.scan(step, h, xs, remat="auto"),
-    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=treescan.Remat("everything_saveable", segment=6)),
+    "segments": lambda step, h, xs: treescan.scan(step, h, xs, remat=treescan.Remat("everything_saveable", chunk=6)),
     "mask": lambda step, h, xs: treescan.mask_scan(step, h, xs, lengths=np.full(8, 36)),
     "while": lambda step, h, xs: treescan.while_scan(lambda h: h[:, 0] < 9, step, h, xs),
     "finite": lambda step, h, xs: treescan.scan(step, h, xs, check_finite=True),

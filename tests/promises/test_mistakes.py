@@ -127,15 +127,15 @@ def test_arguments_that_do_not_fit_the_parameters(module: Any, name: str) -> Non
     called = getattr(module, name)
     known = inspect.signature(called).parameters.values()
     if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in known):
-        with pytest.raises(treescan.ArgumentTypeError, match=rf"^`{name}` needs `(.|\n)*Call it as\s+`{name}\("):
+        with pytest.raises(treescan.errors.ArgumentTypeError, match=rf"^`{name}` needs `(.|\n)*Call it as\s+`{name}\("):
             called()
     if not any(p.kind is p.VAR_POSITIONAL for p in known):
-        with pytest.raises(treescan.ArgumentTypeError, match=rf"^`{name}` takes \((.|\n)*\n\n  \w"):
+        with pytest.raises(treescan.errors.ArgumentTypeError, match=rf"^`{name}` takes \((.|\n)*\n\n  \w"):
             called(*range(20))
 
 
 def test_what_is_given_by_name_is_not_missing() -> None:
-    with pytest.raises(treescan.ArgumentTypeError, match=r"^`scan` needs `init`"):
+    with pytest.raises(treescan.errors.ArgumentTypeError, match=r"^`scan` needs `init`"):
         scan(f=scanned)  # type: ignore[call-arg]
 
 
@@ -146,12 +146,12 @@ def test_what_is_given_by_name_is_not_missing() -> None:
     ("kind", "field", "advice"),
     [
         (Remat, "level", "Did you mean `levels`?"),
-        (treescan.Progress, "every", "Did you mean `updates`?"),
+        (treescan.meters.Progress, "every", "Did you mean `updates`?"),
         (Remat, "q", "Its options are budget, levels, offload, policy, segment."),
     ],
 )
 def test_misspelt_fields(kind: Any, field: str, advice: str) -> None:
-    with pytest.raises(treescan.ArgumentTypeError) as caught:
+    with pytest.raises(treescan.errors.ArgumentTypeError) as caught:
         kind(**{field: 2})
     assert str(caught.value).split("\n\n  ") == [f"`{kind.__name__}` has no option `{field}`.", f"{advice}\n"]
 
@@ -205,7 +205,9 @@ def test_a_module_of_nnx_jit_within_another_loop_is_told_of_init_which_works() -
     def run(blocks: Any, x: Any) -> Any:
         return while_scan(lambda x: jnp.sum(x) > 0, lambda x, _: (tower(blocks)(x), None), x, max_length=2).carry
 
-    with pytest.raises(treescan.ArgumentError, match=r"put the module into its `init`, .* argument of a `nnx.jit`"):
+    with pytest.raises(
+        treescan.errors.ArgumentError, match=r"put the module into its `init`, .* argument of a `nnx.jit`"
+    ):
         run(blocks, H)
 
     def step(carry: Any, _: Any) -> Any:
@@ -240,7 +242,7 @@ def test_a_linen_module_may_be_called_that_has_its_variables_and_changes_none() 
         h = linen.Dense(3).apply({"params": variables["params"]["Dense_0"]}, h) + x
     for run in both(lambda xs: Recurrent().apply(variables, xs)):
         np.testing.assert_allclose(run(xs), h, rtol=1e-5)
-    with pytest.raises(treescan.BodyError, match=r"made or changed variables of a flax\.linen module"):
+    with pytest.raises(treescan.errors.BodyError, match=r"made or changed variables of a flax\.linen module"):
         Recurrent(statistics=True).init(jax.random.key(0), xs)
 
 
@@ -283,7 +285,7 @@ def test_parts_of_an_object_are_looked_at_and_no_end_of_them_is_needed() -> None
     assert scan(lambda c, x: (c, x), held, XS)[0] is held
     held.rate[2] = [{"deep": Settings()}]
     held.rate[2][0]["deep"].rate = XS
-    with pytest.raises(treescan.ArgumentTypeError, match="holds arrays, but is not a pytree"):
+    with pytest.raises(treescan.errors.ArgumentTypeError, match="holds arrays, but is not a pytree"):
         scan(lambda c, x: (c, x), held, XS)
 
 
@@ -302,7 +304,7 @@ def test_an_object_that_was_not_changed_is_not_traced_again() -> None:
 
 OTHERS: dict[str, tuple[Callable[[], Any], str]] = {
     "show": (
-        lambda: fold(lambda c, x: c + x, 0.0, XS[0], progress=treescan.Progress(show=lambda step, c: {"c": c})),
+        lambda: fold(lambda c, x: c + x, 0.0, XS[0], progress=treescan.meters.Progress(show=lambda step, c: {"c": c})),
         "`show` of the `Progress`, called with the carry,",
     ),
     "reset_to": (

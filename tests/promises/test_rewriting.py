@@ -307,5 +307,5 @@ def test_the_environment_turns_rewriting_off(monkeypatch):
 
 
 def test_rewriting_takes_a_bool():
-    with pytest.raises(treescan.ArgumentTypeError, match="`rewriting` takes True or False, got 0"):
+    with pytest.raises(treescan.errors.ArgumentTypeError, match="`rewriting` takes True or False, got 0"):
         rewriting(0).__enter__()

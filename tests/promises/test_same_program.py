@@ -126,7 +126,7 @@ def test_name_is_no_operation_and_stands_in_the_profile():
 
 # What is off leaves no trace.
 
-BAR = treescan.Progress("loop", meter=treescan.Text())
+BAR = treescan.meters.Progress("loop", meter=treescan.meters.Text())
 OFF = {"progress": ((None, False), BAR), "check_finite": ((False,), True)}
 OF_LAYERS = ("scan_layers", "fold_layers", "pattern")
 WITH = {

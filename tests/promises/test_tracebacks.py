@@ -97,7 +97,7 @@ def test_an_error_has_one_frame_of_the_library(verb, mode):
     name, _ = VERBS[verb]
     module = Path(inspect.getsourcefile(getattr(treescan, name)) or "").stem
     for body, kinds, inside in (
-        (returns_none, (treescan.BodyError, treescan.CarryError), []),
+        (returns_none, (treescan.errors.BodyError, treescan.errors.CarryError), []),
         (raises, (MyError,), ["raises"]),
     ):
         error = caught(verb, body, mode)
@@ -152,7 +152,7 @@ def test_refused_arguments_end_in_the_verb_too():
         lambda: treescan.fori(0, 3.0, returns_none, 0.0),
         lambda: treescan.mask_scan(returns_none, 0.0, XS),
     ):
-        with pytest.raises(treescan.ArgumentError) as info:
+        with pytest.raises(treescan.errors.ArgumentError) as info:
             call()
         assert len(library_frames(info.value)) == 1
         assert not is_chained(info.value)

@@ -209,7 +209,7 @@ LEAVES = {
     ),
     "chunk_map": (lambda: treescan.chunk_map(lambda c: truth(c["b"], c["a"]), ROWS, 2), 'c["b"]'),
     "lift": (
-        lambda: treescan.lift(lambda v, r, c, x: ((truth(v["p"]["w"], c), x), {}), variable_broadcast="p")(
+        lambda: treescan.lifting.lift(lambda v, r, c, x: ((truth(v["p"]["w"], c), x), {}), variable_broadcast="p")(
             {"p": {"w": XS}}, {}, CARRY, XS
         ),
         'variables["p"]["w"]',

@@ -160,5 +160,5 @@ BODIES = {
 @parametrize("body", BODIES)
 def test_a_body_that_does_something_else_on_fewer_rows_is_found_out(body):
     mask = RUNS["falling"][0]
-    with pytest.raises(treescan.BodyError, match=r"behaved differently when `compact` called it with 1 of the"):
+    with pytest.raises(treescan.errors.BodyError, match=r"behaved differently when `compact` called it with 1 of the"):
         ours(*data(mask), mask, body=body)

@@ -16,7 +16,7 @@ import pytest
 from nonfinite import go, named
 
 import treescan
-from treescan import In
+from treescan.lifting import In
 
 pytestmark = pytest.mark.quick
 
@@ -160,7 +160,7 @@ def lifted(rule: Any, data: Data, scale: Any, place: str = "carry", **options: A
         cell, sums = (new["cell"], sums * 0.5) if place == "carry" else (h["cell"] * 0.5, new["cell"])
         return ({"cell": cell, "count": new["count"]}, y), {"sums": {"s": sums}}
 
-    run = treescan.lift(
+    run = treescan.lifting.lift(
         fn, variable_axes={"flags": In(0)}, variable_broadcast="params", variable_carry="sums",
         split_rngs={"noise": True}, in_axes=(0, None), **options,
     )  # fmt: skip
@@ -182,7 +182,7 @@ class Loop(NamedTuple):
     ways: tuple[str, ...] = WAYS
 
 
-BAR = treescan.Progress(updates=2, meter=treescan.Text())
+BAR = treescan.meters.Progress(updates=2, meter=treescan.meters.Text())
 ENDING = tuple(way for way in WAYS if way != "grad of vmap")  # which is refused
 LOOPS: dict[str, Loop] = {
     "scan": Loop(steps, {}),

@@ -122,7 +122,7 @@ def test_a_body_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> N
         jax.debug.print("seen {}", x)
         return jnp.log(x)
 
-    with pytest.raises(treescan.NonFiniteError):
+    with pytest.raises(treescan.errors.NonFiniteError):
         treescan.fold(step, jnp.float32(0), jnp.array([1.0, -1.0]), check_finite=True)
     jax.effects_barrier()
     assert capsys.readouterr().out.split("\n")[:-1] == ["seen 1.0", "seen -1.0"]
@@ -139,7 +139,7 @@ def test_an_array_that_lift_gives_whole(is_eager: bool) -> None:
         made = jax.random.uniform(jax.random.key(0), (2,))
         return (carry * x * whole["w"] + made.sum(), made), {}
 
-    run = treescan.lift(fn, in_axes=(0, None), out_axes=None, check_finite=True)
+    run = treescan.lifting.lift(fn, in_axes=(0, None), out_axes=None, check_finite=True)
     whole = {"w": jnp.float32(jnp.nan)}
     with jax.disable_jit(is_eager):
         text, record = named(
@@ -341,7 +341,9 @@ def lifted(w: Any, **options: Any) -> Any:
         made = {"w": 2 * variables["params"]["w"]}
         return (jnp.sin(carry * made["w"] + x), {"h": carry, "w": made["w"]}), {"made": made}
 
-    run = treescan.lift(fn, variable_broadcast=["params", "made"], **{"out_axes": {"h": 0, "w": None}, **options})
+    run = treescan.lifting.lift(
+        fn, variable_broadcast=["params", "made"], **{"out_axes": {"h": 0, "w": None}, **options}
+    )
     return run({"params": {"w": w}}, {}, w, jnp.ones(6))
 
 

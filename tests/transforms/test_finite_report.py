@@ -43,7 +43,7 @@ PAIRS = ("scan", "reverse", "mask_scan", "scan_layers", "turns", "state")
 
 
 def error_of(run):
-    with pytest.raises(treescan.NonFiniteError) as caught:
+    with pytest.raises(treescan.errors.NonFiniteError) as caught:
         run()
     return str(caught.value), str(treescan.last_nonfinite())
 

@@ -14,7 +14,7 @@ from treescan import Remat, while_scan
 REMATS: dict[str, Any] = {
     "none": None,
     "step": "step",
-    "segment": Remat(levels=2, segment=3),  # two steps are left over
+    "chunk": Remat(levels=2, chunk=3),  # two steps are left over
     "auto": "auto",
 }
 WITHOUT_AUTO = ("while_scan", "scan_layers", "fold_layers", "pattern")  # how the names of what refuses it begin
@@ -54,7 +54,7 @@ def test_handing_on_takes_no_memory(case: tuple[str, str]) -> None:
     assert temporary(gradient(program, plan, on=True), given, donates=False) <= control + 0.1
 
 
-READ_WITH = {"step": "step", "segment": Remat(levels=2, segment=3)}
+READ_WITH = {"step": "step", "chunk": Remat(levels=2, chunk=3)}
 WAYS = {"closed over": False, "carried": True}
 """Whether an array is in the carry."""
 
@@ -87,7 +87,7 @@ def test_chunks_that_are_left_out_together_take_no_memory_either() -> None:
         def step(h: Any, i: Any) -> Any:
             return jnp.tanh(h @ w[i]), None
 
-        return while_scan(goes_on, step, h, jnp.arange(steps), remat=Remat(levels=2, segment=2))[0]
+        return while_scan(goes_on, step, h, jnp.arange(steps), remat=Remat(levels=2, chunk=2))[0]
 
     assert memory_of_gradient(run, w) < 0.3
 

@@ -230,7 +230,7 @@ def test_outer_steps_count_over_the_whole_run_too() -> None:
 def test_a_layer_has_its_place_in_the_stacks_of_this_part() -> None:
     stack = jnp.ones(3).at[1].set(0.0)
     divides = lambda layer, h: h / layer  # noqa: E731
-    with pytest.raises(treescan.NonFiniteError, match=r"layer 13 of 16 \(layer 1 of `layers\[1\]`\)"):
+    with pytest.raises(treescan.errors.NonFiniteError, match=r"layer 13 of 16 \(layer 1 of `layers\[1\]`\)"):
         treescan.fold_layers([divides, divides], jnp.ones(()), [jnp.ones(3), stack], offset=10, check_finite=True)
 
 

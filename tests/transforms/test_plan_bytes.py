@@ -48,7 +48,7 @@ def test_fit_stays_within_its_budget(make, budgets):
         case = make(Remat.fit(budget))
         try:
             plan = case.plan(case.remat)
-        except treescan.ArgumentError as error:
+        except treescan.errors.ArgumentError as error:
             assert "no plan fits" in str(error)
             least = least or [make(remat).compiled for remat in FAMILY]
             assert 1.15 * min(least) > budget

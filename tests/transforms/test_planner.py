@@ -31,7 +31,7 @@ REMATS = {
     "none": None,
     "step": "step",
     "levels": Remat(levels=3),
-    "segment": Remat(segment=16),
+    "chunk": Remat(chunk=16),
     "policy": Remat("everything_saveable", levels=3),
 }
 GRID = list(itertools.product([97, 1000], REMATS, SAVES, [None, 16], [False, True]))

@@ -88,7 +88,7 @@ def assert_as_step_by_step(derive, body, args, **options):
     assert_close(compiled(ours, *args), compiled(expected, *args), tolerance, tolerance)
 
 
-WHOLE_STEPS = treescan.Remat("everything_saveable", segment=CHUNK)
+WHOLE_STEPS = treescan.Remat("everything_saveable", chunk=CHUNK)
 
 
 LONG = 37

@@ -15,9 +15,9 @@ from jaxprs import equations
 from thin import slow
 
 import treescan
-from treescan import Progress
 from treescan._options.progress.meters import RUNS, Site
 from treescan.carries import ema
+from treescan.meters import Progress
 
 pytestmark = pytest.mark.quick
 
@@ -374,14 +374,14 @@ def test_no_state_is_copied_for_an_update(updates):
 def test_text_is_a_line_for_each_tenth(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    treescan.scan(step, init(), XS, progress=Progress("loop", meter=treescan.Text(), show=shown))
+    treescan.scan(step, init(), XS, progress=Progress("loop", meter=treescan.meters.Text(), show=shown))
     jax.effects_barrier()
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loop: 0%, 0/12"
     assert lines[-1].startswith("loop: 100%, 12/12, ")
     assert "n=12, mean=" in lines[-1]
     assert len(lines) <= 11
-    treescan.while_scan(lambda c: c["n"] < 2, step, init(), XS, progress=Progress("open", meter=treescan.Text()))
+    treescan.while_scan(lambda c: c["n"] < 2, step, init(), XS, progress=Progress("open", meter=treescan.meters.Text()))
     jax.effects_barrier()
     assert stream.getvalue().splitlines()[-1] == "open: 2"
 
@@ -409,7 +409,7 @@ def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
 def test_a_bar_within_another_goes_when_it_is_done_and_the_outermost_stays(monkeypatch):
     pytest.importorskip("tqdm")
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    outer, inner = (treescan.Tqdm().init(label, 3) for label in ("epochs", "steps"))
+    outer, inner = (treescan.meters.Tqdm().init(label, 3) for label in ("epochs", "steps"))
     assert (outer.leave, inner.leave) == (True, False)
     for bar in (inner, outer):
-        treescan.Tqdm().close(bar)
+        treescan.meters.Tqdm().close(bar)

@@ -16,8 +16,8 @@ from jaxprs import equations
 from thin import slow
 
 import treescan
-from treescan import Progress
 from treescan._options.progress.meters import GROWTH, INTERVAL, NEVER, RUNS, SHARE, Pace
+from treescan.meters import Progress
 
 pytestmark = pytest.mark.quick
 

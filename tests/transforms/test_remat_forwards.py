@@ -62,7 +62,9 @@ def test_a_loop_that_only_runs_forwards_has_no_plan(body, steps, verb):
     want = run(body, XS[:steps], None)
     for remat in (FIT,) if verb == "turns" else (AUTO, FIT):
         if body is log and remat is FIT and steps:
-            with pytest.raises(treescan.ArgumentError, match="has an effect"):  # as under any plan that recomputes
+            with pytest.raises(
+                treescan.errors.ArgumentError, match="has an effect"
+            ):  # as under any plan that recomputes
                 run(body, XS[:steps], remat)
             continue
         got = jax.jit(lambda xs, r=remat: run(body, xs, r))(XS[:steps])
@@ -99,7 +101,7 @@ def test_a_budget_counts_for_a_gradient_that_a_callback_on_xs_does_not_stop():
 
     gradients = [jax.grad(run)(jnp.ones(8), remat) for remat in (None, Remat.fit(2500))]
     np.testing.assert_allclose(*gradients, rtol=1e-6)
-    with pytest.raises(treescan.ArgumentError, match="no plan fits"):
+    with pytest.raises(treescan.errors.ArgumentError, match="no plan fits"):
         run(jnp.ones(8), Remat.fit(10))
 
 
@@ -184,7 +186,7 @@ def test_nor_is_it_run_by_what_describes_a_plan():
 def test_such_a_rule_in_a_branch_cannot_be_counted():
     run = product(lambda times: lambda x, y: jax.lax.cond(y > -1, times, lambda x, y: x, x, y))
     np.testing.assert_allclose(jax.grad(run)(X, Y, AUTO), jax.grad(product())(X, Y, None), rtol=1e-4)
-    with pytest.raises(treescan.ArgumentError, match="symbolic zeros"):
+    with pytest.raises(treescan.errors.ArgumentError, match="symbolic zeros"):
         run(X, Y, FIT)
 
 

@@ -28,7 +28,7 @@ def test_fori_of_a_traced_range():
     run = functools.partial(treescan.fori, 2, 30, lambda i, h: jnp.sin(h * w + i), w)
     with jax.disable_jit():  # a plan is chosen for what jit would run
         assert_close(run(remat=Remat.fit(10**6)), run())
-    with pytest.raises(treescan.ArgumentError, match="cannot choose a plan"):
+    with pytest.raises(treescan.errors.ArgumentError, match="cannot choose a plan"):
         jax.jit(functools.partial(total, remat=treescan.Remat.fit(10**6)))(w, 11)
 
 
@@ -65,8 +65,8 @@ def evaluations(remat, steps, **options):
     [
         *((Remat(levels=levels), levels + 1, levels == 2) for levels in (1, 2, 3)),
         (Remat("everything_saveable", levels=3), 3, True),
-        (Remat("everything_saveable", segment=4), 2, False),
-        (Remat(segment=2, levels=3), 4, False),
+        (Remat("everything_saveable", chunk=4), 2, False),
+        (Remat(chunk=2, levels=3), 4, False),
     ],
     ids=str,
 )
@@ -119,7 +119,7 @@ def test_carries_that_the_gradient_saves_in_levels_and_segments():
     assert carries(Remat(levels=4)) <= carries(Remat(levels=3), reverse=True) <= 36
     assert carries(Remat(levels=2), 1021) <= 90  # a prime
     assert carries(Remat(levels=3), 1021) <= 50
-    assert carries(Remat(segment=128)) <= 1024 / 128 + 128 + 16
+    assert carries(Remat(chunk=128)) <= 1024 / 128 + 128 + 16
 
 
 def test_policies_save_what_they_say():
@@ -207,12 +207,12 @@ def fewest(steps, slots):
     return min(first + fewest(steps - first, slots - 1) + fewest(first, slots) for first in range(1, steps))
 
 
-WHOLE = Remat("everything_saveable", levels=3, segment=2)
+WHOLE = Remat("everything_saveable", levels=3, chunk=2)
 
 
 @pytest.mark.parametrize(
     ("steps", "remat", "size"),
-    [(27, Remat(levels=3), 1), (40, Remat(levels=2, segment=8), 1), (40, "step", 1), (50, WHOLE, 2)],
+    [(27, Remat(levels=3), 1), (40, Remat(levels=2, chunk=8), 1), (40, "step", 1), (50, WHOLE, 2)],
     ids=str,
 )
 def test_a_plan_tells_how_few_evaluations_there_could_be(steps, remat, size):
@@ -251,7 +251,7 @@ def test_a_plan_tells_what_it_is():
     assert everything.saved_bytes == 1000 * everything.step_bytes
 
 
-@pytest.mark.parametrize("remat", [None, "step", "nested", Remat(segment=4)], ids=str)
+@pytest.mark.parametrize("remat", [None, "step", "nested", Remat(chunk=4)], ids=str)
 def test_plans_of_other_verbs_and_keys(remat):
     def fold_step(c, x, *, key):
         return jnp.sin(c + x + jax.random.normal(key))

@@ -53,7 +53,7 @@ def test_packed_sequences_are_cut_as_they_would_be_alone(reverse, holes):
     packed = treescan.pack(sequences, length=12)
     if holes:
         keep = np.arange(12)[:, None] % 4 != np.array([0, 2, 3])
-        sequences = [xs[left] for xs, left in zip(sequences, treescan.unpack(packed, keep), strict=True)]
+        sequences = [xs[left] for xs, left in zip(sequences, treescan.unpack(keep, packed), strict=True)]
         packed = packed._replace(mask=packed.mask & keep)
 
     def total(w, verb, h, xs):

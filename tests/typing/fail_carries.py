@@ -22,7 +22,7 @@ from treescan.carries import (
     keys,
     moments,
     register_carry,
-    sum_,
+    running_sum,
     window,
 )
 from treescan.testing import check_carry
@@ -47,7 +47,7 @@ assert_type(ys, Array)
 assert_type(mask_scan(step, init, xs, lengths=jnp.array(2)), tuple[State, Array])
 assert_type(carry_of(final.rng, Keys), Keys)
 assert_type(carry_of(final.loss, Ema), Ema)
-assert_type(fold(lambda total, x: total + x, sum_(), xs), Array)
+assert_type(fold(lambda total, x: total + x, running_sum(), xs), Array)
 assert_type(cast(init), State)
 assert_type(window(xs), Array)
 assert_type(clip_gradient({"h": one}, 1.0), dict[str, Array])

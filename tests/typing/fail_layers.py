@@ -8,18 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from treescan import (
-    Remat,
-    fold_layers,
-    init_layers,
-    layer_at,
-    layers_from_state_dict,
-    layers_to_state_dict,
-    scan_layers,
-    set_layer,
-    stack,
-    unstack,
-)
+from treescan import Remat, fold_layers, init_layers, layer_at, scan_layers, set_layer, stack, unstack
+from treescan.state_dict import layers_from_state_dict, layers_to_state_dict
 
 x, key = jnp.ones((2, 3)), jax.random.key(0)
 

@@ -153,17 +153,17 @@ pad([one], length=4.0)  # error
 pack([one], rows="2")  # error
 length_mask(lengths, lengths)  # error
 unpad(pad([one]), lengths, 3)  # error
-unpack(pad([one]), xs)  # error
-last(xs, pack([one]), reverse=False)  # error
-last(pack([one]), xs)  # error
-last(pad([one]), xs, reverse="yes")  # error
+unpack(xs, pad([one]))  # error
+last(pack([one]), xs, reverse=False)  # error
+last(xs, pack([one]))  # error
+last(xs, pad([one]), reverse="yes")  # error
 
 
 # stream
 
 stream(step, State(one), xs)  # error
-stream(step, State(one), xs, chunk=2, truncate=2)  # error
-stream(step, State(one), xs, chunk=2, on_part=lambda part: part.carry.cell)  # error
+stream(step, State(one), xs, part=2, truncate=2)  # error
+stream(step, State(one), xs, part=2, on_part=lambda part: part.carry.cell)  # error
 
 # chunk_map
 

@@ -9,12 +9,9 @@ from jax import Array
 from jaxtyping import Float
 
 from treescan import (
-    Measurements,
     Packed,
     Padded,
-    Part,
     Remat,
-    RematPlan,
     accumulate,
     chunk_map,
     fold,
@@ -29,10 +26,10 @@ from treescan import (
     repad,
     scan,
     stream,
-    stream_parts,
     unpack,
     unpad,
 )
+from treescan.types import Measurements, Part, RematPlan
 
 xs, one, key = jnp.arange(3.0), jnp.ones(()), jax.random.key(0)
 
@@ -178,7 +175,7 @@ assert_type(mask_scan(lambda carry, x: (carry + x, x), one, xs, lengths=lengths)
 
 
 sequences = [State(xs, xs), State(xs, xs)]
-padded, packed = pad(sequences, length=4, value=-1), pack(sequences, rows=2)
+padded, packed = pad(sequences, length=4, fill=-1), pack(sequences, rows=2)
 assert_type(padded, Padded[State])
 assert_type(padded.data, State)
 
@@ -193,7 +190,7 @@ assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, reset_to=lam
 assert_type(scan(named_step, State(one, key), xs, remat=Remat(levels=3), truncate=8), tuple[State, Array])
 assert_type(scan(named_step, State(one, key), xs, remat=Remat.fit(2**30), save="last"), tuple[State, Array])
 assert_type(mask_scan(step_of_states, one, padded, save={"h": 8}, truncate=2), tuple[Array, dict[str, Array]])
-assert_type(plan_remat(named_step, State(one, key), xs, remat=Remat(segment=8, offload="pinned_host")), RematPlan)
+assert_type(plan_remat(named_step, State(one, key), xs, remat=Remat(chunk=8, offload="pinned_host")), RematPlan)
 assert_type(measure_remat(scan, named_step, State(one, key), xs, plans=[None, Remat()], seconds=9), Measurements)
 assert_type(plan_remat(named_step, State(one, key), xs, remat="auto").remat, Remat | Literal["auto"] | None)
 assert_type(padded.mask, Array)
@@ -205,9 +202,9 @@ assert_type(packed, Packed[State])
 assert_type(packed.data, State)
 assert_type(packed.index.row, Array)
 assert_type((packed.steps, packed.rows), tuple[int, int])
-assert_type(unpack(packed, {"y": one}), list[dict[str, Array]])
-assert_type(last(packed, packed.data, reverse=False), State)
-assert_type(last(padded, one, reverse=True), Array)
+assert_type(unpack({"y": one}, packed), list[dict[str, Array]])
+assert_type(last(packed.data, packed, reverse=False), State)
+assert_type(last(one, padded, reverse=True), Array)
 
 
 def beside(state: State, x: tuple[State, Array]) -> tuple[State, Array]:
@@ -215,7 +212,7 @@ def beside(state: State, x: tuple[State, Array]) -> tuple[State, Array]:
 
 
 assert_type(mask_scan(beside, State(one, key), (packed, one)), tuple[State, Array])
-assert_type(repad(packed, packed.data), Padded[State])
+assert_type(repad(packed.data, packed), Padded[State])
 
 
 # stream
@@ -230,11 +227,11 @@ def noisy(carry: Array, x: Array, /, *, key: Array) -> tuple[Array, Float[Array,
     return carry + x, x
 
 
-assert_type(stream(step, one, xs, chunk=2, save="last"), tuple[Array, dict[str, Array]])
-assert_type(stream(step, one, xs, chunk=2, on_part=on_part)[0], Array)
-assert_type(stream(step, one, lambda start, n: xs[start : start + n], chunk=2, length=3, lengths=3)[0], Array)
-assert_type(stream(noisy, one, xs, chunk=2, key=key, save="last"), tuple[Array, Array])
-for part in stream_parts(step, one, xs, chunk=2, checkpoint="folder", donate=True):
+assert_type(stream(step, one, xs, part=2, save="last"), tuple[Array, dict[str, Array]])
+assert_type(stream(step, one, xs, part=2, on_part=on_part)[0], Array)
+assert_type(stream(step, one, lambda start, n: xs[start : start + n], part=2, length=3, lengths=3)[0], Array)
+assert_type(stream(noisy, one, xs, part=2, key=key, save="last"), tuple[Array, Array])
+for part in stream(step, one, xs, part=2, checkpoint="folder", donate=True, parts=True):
     assert_type(part.carry, Array)
     assert_type(part.ys, dict[str, Array])
     assert_type(part.start, int)

@@ -17,12 +17,12 @@ import treescan
 LONG = [3, 1, 4, 0, 2]
 SEQUENCES = [array(n, 2, seed=i) for i, n in enumerate(LONG)]
 BATCHES = {
-    "packed": (treescan.pack(SEQUENCES, rows=2, length=6, value=np.nan), {}),
+    "packed": (treescan.pack(SEQUENCES, rows=2, length=6, fill=np.nan), {}),
     "packed inits": (
-        treescan.pack(SEQUENCES, rows=2, length=6, value=np.nan, init=list(array(5, 2, seed=5))),
+        treescan.pack(SEQUENCES, rows=2, length=6, fill=np.nan, init=list(array(5, 2, seed=5))),
         {"reverse": True, "chunk": 2},
     ),
-    "padded": (treescan.pad(SEQUENCES, length=6, value=np.nan), {"compact": True, "chunk": 2, "save": "last"}),
+    "padded": (treescan.pad(SEQUENCES, length=6, fill=np.nan), {"compact": True, "chunk": 2, "save": "last"}),
 }
 
 

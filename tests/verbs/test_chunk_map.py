@@ -180,7 +180,7 @@ def test_traces(n, size, masked, traces, reduce):
 
 
 def test_progress_counts_chunks():
-    progress = treescan.Progress("map", updates=3, meter=Recorder())
+    progress = treescan.meters.Progress("map", updates=3, meter=Recorder())
     assert steps_of(lambda: chunk_map(jnp.sin, jnp.ones(7), 2, progress=progress)) == (3, [1, 2, 3])
 
 

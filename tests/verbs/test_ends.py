@@ -21,7 +21,7 @@ LONG = [3, 1, 0, 4, 2, 0, 5]
 N = len(LONG)
 WEIGHTS = array(H, H, seed=1)
 SEQUENCES = [array(n, H, seed=40 + i) for i, n in enumerate(LONG)]
-PACKED = treescan.pack(SEQUENCES, rows=ROWS, length=7, value=np.nan)
+PACKED = treescan.pack(SEQUENCES, rows=ROWS, length=7, fill=np.nan)
 MASK = np.asarray(PACKED.mask)
 START = {"goal": 1 + abs(array(ROWS, H, seed=2)), "h": array(ROWS, H, seed=3), "n": jnp.arange(ROWS)}
 TO = {"goal": 1 + abs(array(ROWS, H, seed=5)), "h": array(ROWS, H, seed=6), "n": 5 + jnp.arange(ROWS)}
@@ -141,9 +141,9 @@ def test_last_is_what_the_run_ended_with_and_in_the_other_direction_began_with(r
     for batch, rows in ((PACKED, ROWS), (treescan.pad(SEQUENCES), N)):
         run = functools.partial(treescan.mask_scan, body, jnp.ones((rows, H)), batch, reverse=reverse)
         final, (before, after) = run()
-        npt.assert_array_equal(treescan.last(batch, after, reverse=reverse)[some], final[some])
-        npt.assert_array_equal(treescan.last(batch, before, reverse=not reverse), np.where(some[:, None], [[1, 1]], 0))
-        assert_close(run(save="last")[1][1], treescan.last(batch, after, reverse=reverse))
+        npt.assert_array_equal(treescan.last(after, batch, reverse=reverse)[some], final[some])
+        npt.assert_array_equal(treescan.last(before, batch, reverse=not reverse), np.where(some[:, None], [[1, 1]], 0))
+        assert_close(run(save="last")[1][1], treescan.last(after, batch, reverse=reverse))
 
 
 def test_what_else_is_kept():
@@ -153,7 +153,7 @@ def test_what_else_is_kept():
         return carry + x.sum(-1), {"a": carry, "b": x, "c": carry + 1}
 
     run = functools.partial(treescan.mask_scan, body, jnp.zeros(ROWS), PACKED)
-    last = treescan.last(PACKED, run()[1]["a"], reverse=False)
+    last = treescan.last(run()[1]["a"], PACKED, reverse=False)
     for fill, empty, disabled in ((-1, -1, True), ("hold", 0, False), ({"a": "hold", "b": -1, "c": 7}, 0, False)):
         with jax.disable_jit(disabled):
             carry, kept = run(save={"a": "last", "b": None, "c": 3}, fill=fill)

@@ -10,18 +10,9 @@ import numpy as np
 import pytest
 from oracle import assert_bitwise as equal
 
-from treescan import (
-    LayerError,
-    fold_layers,
-    init_layers,
-    layer_at,
-    layers_from_state_dict,
-    layers_to_state_dict,
-    scan_layers,
-    set_layer,
-    stack,
-    unstack,
-)
+from treescan import fold_layers, init_layers, layer_at, scan_layers, set_layer, stack, unstack
+from treescan.errors import LayerError
+from treescan.state_dict import layers_from_state_dict, layers_to_state_dict
 
 pytestmark = pytest.mark.quick
 

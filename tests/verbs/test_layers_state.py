@@ -87,7 +87,7 @@ def test_annotations_of_states_hold():
         return fold_block(layer, x, state)
 
     treescan.fold_layers(block, X, stack_of(3), state=states_of(3))
-    with pytest.raises(treescan.SignatureError, match=r"state\.sums"):
+    with pytest.raises(treescan.errors.SignatureError, match=r"state\.sums"):
         treescan.fold_layers(block, X, stack_of(3), state=Cache(jnp.zeros((3, 3, 5)), jnp.zeros((3, WIDTH))))
 
 

@@ -1,4 +1,4 @@
-"""`treescan.lift` against a loop in Python: filters, hooks, and what is computed before the loop.
+"""`treescan.lifting.lift` against a loop in Python: filters, hooks, and what is computed before the loop.
 
 Its roles, keys and axes are in `works`, each two of them together, and in `test_flax_scan.py`, against flax.
 """
@@ -22,7 +22,7 @@ from traces import Counted, compilations
 from works import plain
 
 import treescan
-from treescan import lift
+from treescan.lifting import lift
 
 T = 4
 XS = array(T, 3)
@@ -113,7 +113,7 @@ def test_filters(names: Any) -> None:
 
 @pytest.mark.parametrize("deny", [False, flax.core.DenyList(True), (), lambda name: False])
 def test_filters_for_none(deny: Any) -> None:
-    with pytest.raises(treescan.ArgumentError, match="`variables` has names without a role: 'params'"):
+    with pytest.raises(treescan.errors.ArgumentError, match="`variables` has names without a role: 'params'"):
         lift(weighted, variable_broadcast=deny)(_w(), {}, H, XS)
 
 
@@ -220,7 +220,7 @@ def test_what_a_callback_returns_is_not_the_same_in_every_step() -> None:
         w = io_callback(lambda: np.ones(3, np.float32), jax.ShapeDtypeStruct((3,), np.float32))
         return (carry * w, carry), {"made": {"w": w}}
 
-    with pytest.raises(treescan.BodyError, match="must be the same in every step"):
+    with pytest.raises(treescan.errors.BodyError, match="must be the same in every step"):
         lift(step, **_MADE)({}, {"shared": KEY}, H, XS)
 
 

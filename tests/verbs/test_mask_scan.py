@@ -165,7 +165,7 @@ def test_an_output_without_rows_of_a_batch_without_rows(options, disable):
 
 @pytest.mark.parametrize(("option", "axis"), [("y_axes", 3), ("carry_axes", -1), ("x_axes", 2)])
 def test_axes_are_checked_for_a_single_row_too(option, axis):
-    with pytest.raises(treescan.ArgumentError, match=option):
+    with pytest.raises(treescan.errors.ArgumentError, match=option):
         treescan.mask_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(3.0), lengths=2, **{option: axis})
 
 
@@ -176,7 +176,7 @@ def test_a_loop_without_steps_is_checked_as_any_other():
         )
 
     for steps in (0, 3):
-        with pytest.raises(treescan.ArgumentError, match="fill"):
+        with pytest.raises(treescan.errors.ArgumentError, match="fill"):
             run(steps)
 
 

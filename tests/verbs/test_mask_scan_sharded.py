@@ -125,7 +125,7 @@ def test_rows_of_a_packed_batch_that_are_spread():
     two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     for check_vma in (True, False):
         spread = jax.shard_map(packed_over, mesh=two, in_specs=(in_rows,), out_specs=P(None, "i"), check_vma=check_vma)
-        with pytest.raises(treescan.ArgumentError, match="sharded over devices"):
+        with pytest.raises(treescan.errors.ArgumentError, match="sharded over devices"):
             jax.jit(spread)(packed)
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
     own = jax.shard_map(

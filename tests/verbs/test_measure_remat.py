@@ -74,9 +74,9 @@ def test_a_plan_that_the_verb_refuses_is_listed_with_the_reason() -> None:
 
 
 def test_what_is_wrong_under_every_plan_is_raised() -> None:
-    with pytest.raises(treescan.CarryError, match="returned a carry that differs"):
+    with pytest.raises(treescan.errors.CarryError, match="returned a carry that differs"):
         measure_remat(treescan.scan, lambda h, x: (h.sum(), x), H, XS, progress=False)
-    with pytest.raises(treescan.ArgumentError, match=r"the batch shape \[2\]"):
+    with pytest.raises(treescan.errors.ArgumentError, match=r"the batch shape \[2\]"):
         measure_remat(treescan.mask_scan, step, H, XS, lengths=jnp.ones(2, int), progress=False)
 
 
@@ -86,7 +86,7 @@ def test_a_call_without_a_gradient() -> None:
 
     found = measure_remat(treescan.scan, rounds, 0, jnp.arange(4), progress=False)
     assert {plan.refusal for plan in found.plans} == {"There is no gradient: nothing in it is floating-point."}
-    with pytest.raises(treescan.ArgumentError, match="no plan was measured"):
+    with pytest.raises(treescan.errors.ArgumentError, match="no plan was measured"):
         found.best  # noqa: B018, it raises
 
 
@@ -105,24 +105,26 @@ def test_the_fastest_plan_within_a_budget() -> None:
     found = module.Measurements("call", "cpu", tuple(module.Measured(r, s, bytes=b) for r, s, b in plans))
     assert found.best is None
     assert (found.within(99), found.within(9)) == ("step", "nested")
-    with pytest.raises(treescan.ArgumentError, match="the least that a measured plan needs is 5 bytes"):
+    with pytest.raises(treescan.errors.ArgumentError, match="the least that a measured plan needs is 5 bytes"):
         found.within(4)
     assert repr(found) == "<Measurements of call: 3 of 4 plans>"
 
 
 def test_a_bar_counts_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
-    progress = treescan.Progress("plans", meter=treescan.Text())
+    progress = treescan.meters.Progress("plans", meter=treescan.meters.Text())
     measure_remat(treescan.scan, step, H, XS, plans=[None, "step"], progress=progress)
     assert "plans: 100%, 2/2" in capsys.readouterr().err
 
 
 def test_a_meter_that_fails_stops_nothing() -> None:
-    class Broken(treescan.Text):
+    class Broken(treescan.meters.Text):
         def step(self, bar: Any, done: int, shown: Any) -> None:
             raise OSError("closed")
 
     with pytest.warns(RuntimeWarning, match="`Broken` failed"):
-        found = measure_remat(treescan.scan, step, H, XS, plans=[None], progress=treescan.Progress(meter=Broken()))
+        found = measure_remat(
+            treescan.scan, step, H, XS, plans=[None], progress=treescan.meters.Progress(meter=Broken())
+        )
     assert found.best is None
     assert found.device == f"1 x {jax.devices()[0].device_kind}"
 

@@ -14,9 +14,9 @@ from thin import slow
 from traces import Counted
 
 import treescan
-from treescan import Progress
 from treescan.integrations.flax import scan as flax_scan
 from treescan.integrations.nnx import scan as nnx_scan
+from treescan.meters import Progress
 
 pytestmark = pytest.mark.quick
 

@@ -152,7 +152,7 @@ def test_a_sequence_without_an_init_of_a_leaf_begins_from_its_rows():
     body = lambda c, x: ({"h": c["h"] + x, "n": c["n"] + x}, c["n"])  # noqa: E731
     _, ys = treescan.mask_scan(body, {"h": jnp.zeros(2), "n": jnp.asarray(first)}, packed)
     assert sorted(packed.index.row.tolist()) == [0, 0, 1, 1]
-    for row, own in zip(packed.index.row, treescan.unpack(packed, ys), strict=True):
+    for row, own in zip(packed.index.row, treescan.unpack(ys, packed), strict=True):
         npt.assert_array_equal(own, first[row] + np.arange(2))
 
 
@@ -167,8 +167,8 @@ def test_inits_of_custom_carries_and_keys():
         return {"w": x, "k": carry["k"]}, (carry["w"][0], carry["k"])
 
     _, (oldest, drawn) = treescan.mask_scan(body, rows, packed)
-    assert [part.tolist() for part in treescan.unpack(packed, oldest)] == [[0, 0], [1, 2, 1], [2]]
-    for i, part in enumerate(treescan.unpack(packed, drawn)):
+    assert [part.tolist() for part in treescan.unpack(oldest, packed)] == [[0, 0], [1, 2, 1], [2]]
+    for i, part in enumerate(treescan.unpack(drawn, packed)):
         npt.assert_array_equal(as_numpy(part), as_numpy(jnp.stack([of[i]] * len(sequences[i]))))
 
 
@@ -186,6 +186,6 @@ def test_resets_within_packed_sequences():
         within = packed._replace(resets=packed.resets.at[packed.index.start[0] + 2, 0].set(True))
         run = functools.partial(treescan.mask_scan, lambda c, x: (c + x, c + x), jnp.zeros(1), reverse=reverse)
         _, ys = run(within)
-        assert [y.tolist() for y in treescan.unpack(packed, ys)] == want
+        assert [y.tolist() for y in treescan.unpack(ys, packed)] == want
         _, ys = run(within._replace(init=None), reset_to=10.0)
-        assert [y.tolist() for y in treescan.unpack(packed, ys)] == [want[0], [y - 10 for y in want[1]]]
+        assert [y.tolist() for y in treescan.unpack(ys, packed)] == [want[0], [y - 10 for y in want[1]]]

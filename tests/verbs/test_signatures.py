@@ -19,7 +19,8 @@ import pytest
 from beartype import beartype
 from jaxtyping import Array, Float, Int, Key, PyTree, jaxtyped
 
-from treescan import SignatureError, accumulate, fold, fori, mask_scan, scan
+from treescan import accumulate, fold, fori, mask_scan, scan
+from treescan.errors import SignatureError
 
 pytestmark = pytest.mark.quick
 

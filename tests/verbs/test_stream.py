@@ -1,4 +1,4 @@
-"""`stream` and `stream_parts` against one `scan` or `mask_scan` of the whole: equal to the last bit."""
+"""`stream` against one `scan` or `mask_scan` of the whole: equal to the last bit."""
 
 import functools
 import gc
@@ -15,7 +15,7 @@ import pytest
 from bars import Recorder, bars, labels
 
 import treescan
-from treescan import mask_scan, scan, stream, stream_parts
+from treescan import mask_scan, scan, stream
 from treescan.carries import ema, keys
 
 T, B, F = 37, 3, 4
@@ -88,7 +88,7 @@ def options_of(f: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("f", BODIES)
 def test_it_is_one_scan(f: Any, reverse: bool) -> None:
     options = {"reverse": reverse, **options_of(f)}
-    equal(streamed(f, inits()[f], XS, chunk=16, **options), scan(f, inits()[f], XS, **options))
+    equal(streamed(f, inits()[f], XS, part=16, **options), scan(f, inits()[f], XS, **options))
 
 
 def reducing(h: Any, x: Any) -> Any:
@@ -98,13 +98,13 @@ def reducing(h: Any, x: Any) -> Any:
 
 def test_bits_do_not_depend_on_the_last_part() -> None:
     xs = np.ones((1050, 8), np.float32)  # with a mask, XLA adds in another order
-    equal(streamed(reducing, jnp.zeros(8), xs, chunk=100), scan(reducing, jnp.zeros(8), xs))
+    equal(streamed(reducing, jnp.zeros(8), xs, part=100), scan(reducing, jnp.zeros(8), xs))
 
 
 @pytest.mark.parametrize("f", BODIES)
 def test_a_last_part_may_be_padded(f: Any) -> None:
     options = options_of(f)
-    found = streamed(f, inits()[f], XS, chunk=16, remainder="mask", **options)
+    found = streamed(f, inits()[f], XS, part=16, remainder="mask", **options)
     chex.assert_trees_all_close(found, scan(f, inits()[f], XS, **options), rtol=1e-6)
 
 
@@ -112,18 +112,18 @@ def test_a_last_part_may_be_padded(f: Any) -> None:
 @pytest.mark.parametrize("f", BODIES)
 def test_rows_are_those_of_one_mask_scan(f: Any, reverse: bool) -> None:
     options = {"reverse": reverse, "lengths": LENGTHS, **options_of(f)}
-    equal(streamed(f, inits(B)[f], ROWS, chunk=16, **options), mask_scan(f, inits(B)[f], ROWS, **options))
+    equal(streamed(f, inits(B)[f], ROWS, part=16, **options), mask_scan(f, inits(B)[f], ROWS, **options))
 
 
-@pytest.mark.parametrize(("chunk", "reverse"), [(18, False), (18, True), (40, False)])
-def test_save_counts_over_the_whole_run(chunk: int, reverse: bool) -> None:
+@pytest.mark.parametrize(("size", "reverse"), [(18, False), (18, True), (40, False)])
+def test_save_counts_over_the_whole_run(size: int, reverse: bool) -> None:
     save = {"h": 3, "norm": "last"}
     for init, xs, rows in ((inits()[rnn], XS, {}), (inits(B)[rnn], ROWS, {"lengths": LENGTHS})):
         whole: Any = mask_scan if rows else scan
         carry, ys = whole(rnn, init, xs, save=save, reverse=reverse, **rows)
         parts = list[Any]()
         found, last = stream(
-            rnn, init, xs, chunk=chunk, save=save, reverse=reverse, on_part=lambda p, to=parts: to.append(p), **rows
+            rnn, init, xs, part=size, save=save, reverse=reverse, on_part=lambda p, to=parts: to.append(p), **rows
         )
         equal(found, carry)
         equal(last, {"h": None, "norm": ys["norm"]})
@@ -132,7 +132,7 @@ def test_save_counts_over_the_whole_run(chunk: int, reverse: bool) -> None:
 
 
 def test_the_last_y_of_a_row_may_be_in_an_earlier_part() -> None:
-    carry, last = stream(rnn, inits(B)[rnn], ROWS, chunk=8, lengths=LENGTHS, save="last")
+    carry, last = stream(rnn, inits(B)[rnn], ROWS, part=8, lengths=LENGTHS, save="last")
     equal((carry, last), mask_scan(rnn, inits(B)[rnn], ROWS, lengths=LENGTHS, save="last"))
 
 
@@ -141,8 +141,8 @@ def test_the_body_may_take_valid() -> None:
         return n + valid.astype(jnp.int32), valid
 
     zeros = jnp.zeros(B, jnp.int32)
-    equal(streamed(counting, zeros, ROWS, chunk=8, lengths=LENGTHS), mask_scan(counting, zeros, ROWS, lengths=LENGTHS))
-    assert int(stream(counting, jnp.int32(0), XS[:36], chunk=6)[0]) == 36
+    equal(streamed(counting, zeros, ROWS, part=8, lengths=LENGTHS), mask_scan(counting, zeros, ROWS, lengths=LENGTHS))
+    assert int(stream(counting, jnp.int32(0), XS[:36], part=6)[0]) == 36
 
 
 def test_custom_carries_and_static_leaves() -> None:
@@ -151,7 +151,7 @@ def test_custom_carries_and_static_leaves() -> None:
         return {**carry, "ema": x, "h": h}, carry["ema"]
 
     init = {"ema": ema(jnp.zeros(F), 0.9), "keys": keys(KEY), "h": jnp.zeros(F), "f": jnp.tanh}
-    found, whole = streamed(step, init, XS, chunk=5), scan(step, init, XS)
+    found, whole = streamed(step, init, XS, part=5), scan(step, init, XS)
     assert found[0].pop("f") is whole[0].pop("f")
     equal(found, whole)
 
@@ -162,7 +162,7 @@ def test_leaves_of_one_value_may_be_donated() -> None:
         return (h, h, carry[2]), None
 
     one = jnp.zeros(F)
-    equal(stream(step, (one, one, W), XS, chunk=5)[0], scan(step, (one, one, W), XS)[0])
+    equal(stream(step, (one, one, W), XS, part=5)[0], scan(step, (one, one, W), XS)[0])
 
 
 def test_python_numbers_in_init_are_promoted_as_in_one_scan() -> None:
@@ -170,13 +170,13 @@ def test_python_numbers_in_init_are_promoted_as_in_one_scan() -> None:
         n, weak = carry
         return (n + x[0].astype(jnp.bfloat16), weak + 1), x.astype(jnp.bfloat16) * weak
 
-    equal(streamed(step, (0.0, 2.0), XS, chunk=5), scan(step, (0.0, 2.0), XS))
+    equal(streamed(step, (0.0, 2.0), XS, part=5), scan(step, (0.0, 2.0), XS))
 
 
 def test_with_x64() -> None:
     with jax.enable_x64(True):
         xs, init = XS.astype(np.float64), jnp.zeros(F, jnp.float64)
-        found = streamed(lambda h, x: (jnp.cos(h + x), h), init, xs, chunk=5)
+        found = streamed(lambda h, x: (jnp.cos(h + x), h), init, xs, part=5)
         assert found[1].dtype == np.float64
         equal(found, scan(lambda h, x: (jnp.cos(h + x), h), init, xs))
 
@@ -184,7 +184,7 @@ def test_with_x64() -> None:
 @pytest.mark.quick
 def test_without_jit() -> None:
     with jax.disable_jit():
-        equal(streamed(rnn, inits()[rnn], XS[:7], chunk=3), scan(rnn, inits()[rnn], XS[:7]))
+        equal(streamed(rnn, inits()[rnn], XS[:7], part=3), scan(rnn, inits()[rnn], XS[:7]))
 
 
 def test_a_check_counts_over_the_whole_run() -> None:
@@ -194,8 +194,8 @@ def test_a_check_counts_over_the_whole_run() -> None:
     xs = np.zeros(40, np.float32)
     xs[23] = 9
     for length in (40, 38):
-        with pytest.raises(treescan.NonFiniteError, match="`h` became NaN in step 23"):
-            stream(step, jnp.float32(2), xs[:length], chunk=10, check_finite=True)
+        with pytest.raises(treescan.errors.NonFiniteError, match="`h` became NaN in step 23"):
+            stream(step, jnp.float32(2), xs[:length], part=10, check_finite=True)
 
 
 # sources
@@ -247,7 +247,7 @@ SOURCES: dict[str, Callable[[Path], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", SOURCES)
 def test_sources(name: str, prefetch: int, tmp_path: Path) -> None:
     equal(
-        streamed(rnn, inits()[rnn], chunk=5, prefetch=prefetch, **SOURCES[name](tmp_path)), scan(rnn, inits()[rnn], XS)
+        streamed(rnn, inits()[rnn], part=5, prefetch=prefetch, **SOURCES[name](tmp_path)), scan(rnn, inits()[rnn], XS)
     )
 
 
@@ -258,7 +258,7 @@ def test_trees_of_arrays_keys_and_weak_arrays() -> None:
 
     xs = {"a": XS.astype(jnp.bfloat16), "key": jax.random.split(KEY, T), "w": jnp.full(T, 0.5)}
     for reverse in (False, True):
-        found = streamed(step, jnp.bfloat16(0), xs, chunk=5, reverse=reverse)
+        found = streamed(step, jnp.bfloat16(0), xs, part=5, reverse=reverse)
         equal(found, scan(step, jnp.bfloat16(0), xs, reverse=reverse))
 
 
@@ -266,7 +266,7 @@ def test_no_source_at_all() -> None:
     def step(h: Any, _: None, *, key: Any) -> Any:
         return h + jax.random.normal(key), h
 
-    found = streamed(step, jnp.float32(0), None, chunk=5, length=T, key=KEY)
+    found = streamed(step, jnp.float32(0), None, part=5, length=T, key=KEY)
     equal(found, scan(step, jnp.float32(0), None, T, key=KEY))
 
 
@@ -277,8 +277,8 @@ def test_functions_are_asked_for_their_parts_in_order() -> None:
         asked.append((start, n))
         return XS[start : start + n]
 
-    stream(rnn, inits()[rnn], read, chunk=15, length=T)
-    stream(rnn, inits()[rnn], read, chunk=15, length=T, reverse=True)
+    stream(rnn, inits()[rnn], read, part=15, length=T)
+    stream(rnn, inits()[rnn], read, part=15, length=T, reverse=True)
     assert asked == [(0, 15), (15, 15), (30, 7), (30, 7), (15, 15), (0, 15)]
 
 
@@ -294,7 +294,7 @@ def test_the_body_is_traced_once(length: int, options: dict[str, Any]) -> None:
         traces.append(h)
         return h + x, h
 
-    stream(step, jnp.zeros(F), XS[:length], chunk=6, remainder="mask", **options)
+    stream(step, jnp.zeros(F), XS[:length], part=6, remainder="mask", **options)
     once = len(traces)
     traces.clear()
     whole = dict(options)
@@ -306,14 +306,14 @@ def test_the_body_is_traced_once(length: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("on_part", [None, lambda part: None])
 def test_init_can_be_used_again(on_part: Any) -> None:
     init = jnp.zeros(F)
-    first = stream(rnn, init, XS, chunk=5, on_part=on_part)
-    equal(stream(rnn, init, XS, chunk=5, on_part=on_part), first)
+    first = stream(rnn, init, XS, part=5, on_part=on_part)
+    equal(stream(rnn, init, XS, part=5, on_part=on_part), first)
     assert not init.is_deleted()
 
 
 def test_carries_of_parts_are_those_of_the_steps() -> None:
     every = treescan.accumulate(lambda h, x: rnn(h, x)[0], inits()[rnn], XS)
-    parts = list(stream_parts(rnn, inits()[rnn], XS, chunk=5))
+    parts = list(stream(rnn, inits()[rnn], XS, part=5, parts=True))
     assert [(part.start, part.length) for part in parts] == [(i, min(5, T - i)) for i in range(0, T, 5)]
     for part in parts:
         equal(part.carry, every[part.start + part.length - 1])
@@ -322,11 +322,11 @@ def test_carries_of_parts_are_those_of_the_steps() -> None:
 
 
 def test_a_carry_that_was_donated_says_so() -> None:
-    *parts, final = stream_parts(rnn, inits()[rnn], XS, chunk=5, donate=True)
+    *parts, final = stream(rnn, inits()[rnn], XS, part=5, donate=True, parts=True)
     equal(final.carry, scan(rnn, inits()[rnn], XS)[0])
     assert len(parts) == 7
     for part in parts:
-        with pytest.raises(treescan.ArgumentError, match="was donated to the next part"):
+        with pytest.raises(treescan.errors.ArgumentError, match="was donated to the next part"):
             part.carry  # noqa: B018
         assert "carry" not in repr(part)
 
@@ -338,7 +338,7 @@ def test_the_next_part_is_on_its_way_when_a_part_is_given() -> None:
         events.append(f"read {start}")
         return XS[start : start + n]
 
-    stream(rnn, inits()[rnn], read, chunk=10, length=T, prefetch=0, on_part=lambda p: events.append(f"part {p.start}"))
+    stream(rnn, inits()[rnn], read, part=10, length=T, prefetch=0, on_part=lambda p: events.append(f"part {p.start}"))
     assert events == ["read 0", "read 10", "part 0", "read 20", "part 10", "read 30", "part 20", "part 30"]
 
 
@@ -354,7 +354,7 @@ def test_two_parts_are_in_memory(prefetch: int) -> None:
         most.append(live() - held)
 
     xs = np.ones((20_000, 7), np.float32)
-    stream(lambda h, x: (h + x, h), jnp.zeros(7), xs, chunk=1000, prefetch=prefetch, on_part=on_part)
+    stream(lambda h, x: (h + x, h), jnp.zeros(7), xs, part=1000, prefetch=prefetch, on_part=on_part)
     assert len(most) == 20
     assert max(most) <= 2 + 2, "xs and ys of two parts"
 
@@ -364,27 +364,27 @@ def readers() -> list[str]:
 
 
 def test_the_thread_ends_with_the_run() -> None:
-    for part in stream_parts(rnn, inits()[rnn], XS, chunk=5):
+    for part in stream(rnn, inits()[rnn], XS, part=5, parts=True):
         assert part.start or readers()
     assert not readers()
-    parts = stream_parts(rnn, inits()[rnn], XS, chunk=5)
+    parts = stream(rnn, inits()[rnn], XS, part=5, parts=True)
     next(parts)
     assert readers()
     parts.close()
     assert not readers()
-    parts = stream_parts(rnn, inits()[rnn], XS, chunk=5)
+    parts = stream(rnn, inits()[rnn], XS, part=5, parts=True)
     next(parts)
     del parts
     gc.collect()
     assert not readers()
     with pytest.raises(ZeroDivisionError):
-        stream(rnn, inits()[rnn], XS, chunk=5, on_part=lambda part: 1 // part.start)
+        stream(rnn, inits()[rnn], XS, part=5, on_part=lambda part: 1 // part.start)
     assert not readers()
 
 
 def test_a_generator_returns_what_stream_returns() -> None:
     def all_of() -> Iterator[Any]:
-        result = yield from stream_parts(rnn, inits()[rnn], XS, chunk=5, save="last")
+        result = yield from stream(rnn, inits()[rnn], XS, part=5, save="last", parts=True)
         equal(result, scan(rnn, inits()[rnn], XS, save="last"))
 
     assert len(list(all_of())) == 8
@@ -395,8 +395,8 @@ def test_one_bar_for_the_whole_run() -> None:
         return n + 1, None
 
     for donate in (False, True):
-        bar = treescan.Progress(show=lambda n: {"n": n}, meter=Recorder())
-        run = functools.partial(stream, count, jnp.int32(0), chunk=15, progress=bar, donate=donate)
+        bar = treescan.meters.Progress(show=lambda n: {"n": n}, meter=Recorder())
+        run = functools.partial(stream, count, jnp.int32(0), part=15, progress=bar, donate=donate)
         for given, total, ends in (
             ({"source": XS}, 37, [15, 30, 37]),
             ({"source": iter([XS[:15], XS[15:20]])}, None, [15, 20]),
@@ -407,8 +407,8 @@ def test_one_bar_for_the_whole_run() -> None:
 
 
 def test_the_bar_of_a_context_is_that_of_the_whole_run() -> None:
-    with treescan.progress(treescan.Progress(meter=Recorder(), updates=2)):
-        told = bars(lambda: [stream(rnn, inits()[rnn], XS, chunk=15, **o) for o in ({}, {"progress": False})])
+    with treescan.progress(treescan.meters.Progress(meter=Recorder(), updates=2)):
+        told = bars(lambda: [stream(rnn, inits()[rnn], XS, part=15, **o) for o in ({}, {"progress": False})])
     assert (told, labels()) == ([(37, [(15, {}), (30, {}), (37, {})])], ["stream rnn"])
 
 
@@ -424,12 +424,12 @@ def test_what_a_source_raises_says_of_which_part(prefetch: int) -> None:
 
     seen = list[int]()
     with pytest.raises(OSError, match="the disk is gone") as caught:
-        stream(rnn, inits()[rnn], read, chunk=10, length=T, prefetch=prefetch, on_part=lambda p: seen.append(p.start))
+        stream(rnn, inits()[rnn], read, part=10, length=T, prefetch=prefetch, on_part=lambda p: seen.append(p.start))
     assert caught.value.__notes__ == ["The source of `treescan.stream` raised this for the part at step 20."]
     assert seen == [0]  # part 10 runs, but its outputs are not given
 
 
 def test_what_on_part_raises_says_of_which_part() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        stream(rnn, inits()[rnn], XS, chunk=10, on_part=lambda part: 1 // (part.start - 20))
+        stream(rnn, inits()[rnn], XS, part=10, on_part=lambda part: 1 // (part.start - 20))
     assert caught.value.__notes__ == ["`on_part` of `treescan.stream` raised this for the part at step 20."]

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from treescan import Checkpoint, CheckpointError, mask_scan, scan, stream, stream_parts
+from treescan import Checkpoint, mask_scan, scan, stream
 from treescan.carries import keys
+from treescan.errors import CheckpointError
 
 pytest.importorskip("orbax.checkpoint")
 
@@ -70,7 +71,7 @@ def equal(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("every", [1, 3])
 def test_an_interrupted_run_is_the_unbroken_one(every: int, donate: bool, tmp_path: Path) -> None:
-    options = {"checkpoint": Checkpoint(tmp_path / "run", every=every), "donate": donate, "key": KEY, "chunk": 5}
+    options = {"checkpoint": Checkpoint(tmp_path / "run", every=every), "donate": donate, "key": KEY, "part": 5}
     carry, _, parts = interrupted([15, 15, 20], step, init(), XS, **options)
     expected, ys = scan(step, init(), XS, key=KEY)
     equal(carry, expected)
@@ -81,7 +82,7 @@ def test_the_last_y_of_rows_is_saved(tmp_path: Path) -> None:
     save = {"h": "last", "sum": None}
     options: dict[str, Any] = {"lengths": LENGTHS, "key": KEY, "save": save}
     expected = mask_scan(step, init(B), ROWS, **options)
-    options |= {"checkpoint": tmp_path, "chunk": 16}
+    options |= {"checkpoint": tmp_path, "part": 16}
     carry, last, _ = interrupted([16, 32], step, init(B), ROWS, **options)
     equal((carry, last), expected)
     equal(stream(step, init(B), ROWS, **options), expected)  # it is finished: only read
@@ -91,7 +92,7 @@ def test_parts_after_the_last_checkpoint_are_given_again(tmp_path: Path) -> None
     checkpoint, starts = Checkpoint(str(tmp_path), every=2), list[int]()
 
     def run() -> None:
-        for part in stream_parts(step, init(), XS, key=KEY, chunk=5, checkpoint=checkpoint):
+        for part in stream(step, init(), XS, key=KEY, part=5, checkpoint=checkpoint, parts=True):
             starts.append(part.start)
             if starts in ([0, 5, 10], [0, 5, 10, 10]):
                 return
@@ -107,11 +108,11 @@ def test_a_finished_run_returns_its_result_at_once(tmp_path: Path) -> None:
         return XS[start : start + n]
 
     finished = False
-    options: dict[str, Any] = {"chunk": 5, "length": T, "key": KEY, "checkpoint": tmp_path}
+    options: dict[str, Any] = {"part": 5, "length": T, "key": KEY, "checkpoint": tmp_path}
     first = stream(step, init(), read, **options)
     finished = True
     equal(stream(step, init(), read, **options), first)
-    assert list(stream_parts(step, init(), read, **options)) == []
+    assert list(stream(step, init(), read, **options, parts=True)) == []
 
 
 class Resumable:
@@ -148,7 +149,7 @@ def test_iterators_continue_or_are_read_again(kind: Any, tmp_path: Path) -> None
         if starts.count(20) == 1 and part.start == 20:
             raise Halted
 
-    options: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, every=3), "prefetch": 2}
+    options: dict[str, Any] = {"part": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, every=3), "prefetch": 2}
     with pytest.raises(Halted):
         stream(step, init(), source(), on_part=on_part, **options)
     found = stream(step, init(), source(), on_part=on_part, **options)
@@ -173,7 +174,7 @@ def test_an_iterator_of_grain(tmp_path: Path) -> None:
             halted.append(20)
             raise Halted
 
-    options: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": tmp_path, "on_part": on_part}
+    options: dict[str, Any] = {"part": 5, "key": KEY, "checkpoint": tmp_path, "on_part": on_part}
     with pytest.raises(Halted):
         stream(step, init(), source(), **options)
     equal(stream(step, init(), source(), **options)[0], scan(step, init(), XS, key=KEY)[0])
@@ -186,7 +187,7 @@ def test_weak_types_and_other_dtypes_come_back(tmp_path: Path) -> None:
         return (weak + 1, half + x[0].astype(jnp.bfloat16), ~flag, number + x[0].astype(jnp.bfloat16)), y
 
     start = (1.0, jnp.zeros((), jnp.bfloat16), jnp.array(True), 0.0)
-    carry, _, parts = interrupted([15], body, start, XS, chunk=5, checkpoint=tmp_path)
+    carry, _, parts = interrupted([15], body, start, XS, part=5, checkpoint=tmp_path)
     expected, ys = scan(body, start, XS)
     equal((carry, np.concatenate(parts)), (expected, ys))
 
@@ -201,11 +202,11 @@ def test_a_carry_comes_back_to_its_devices(tmp_path: Path) -> None:
         h = jnp.sin(state["h"] + x[None])
         return {"h": h, "n": state["n"] + 1}, h.sum()
 
-    carry, _, parts = interrupted([15], body, start, XS, chunk=5, checkpoint=tmp_path)
+    carry, _, parts = interrupted([15], body, start, XS, part=5, checkpoint=tmp_path)
     assert carry["h"].sharding.is_equivalent_to(spread, 2)
     expected, ys = scan(body, start, XS)
     equal((carry, np.concatenate(parts)), (expected, ys))
-    again, _ = stream(body, start, XS, chunk=5, checkpoint=tmp_path)
+    again, _ = stream(body, start, XS, part=5, checkpoint=tmp_path)
     assert again["h"].sharding.is_equivalent_to(spread, 2)
     equal(again, expected)
 
@@ -214,9 +215,9 @@ def test_another_program_is_refused(tmp_path: Path) -> None:
     def body(h: Any, x: Any) -> Any:
         return h + x.sum(), h
 
-    run = {"chunk": 5, "checkpoint": tmp_path}
+    run = {"part": 5, "checkpoint": tmp_path}
     stream(body, jnp.float32(0), XS, **run)
-    for change in ({"chunk": 6}, {"reverse": True}, {"save": 5}, {"key": KEY}, {"lengths": 30}, {"source": XS[:35]}):
+    for change in ({"part": 6}, {"reverse": True}, {"save": 5}, {"key": KEY}, {"lengths": 30}, {"source": XS[:35]}):
         function: Any = (lambda h, x, *, key: body(h, x)) if "key" in change else body
         with pytest.raises(CheckpointError, match="are those of another run"):
             stream(function, jnp.float32(0), **{"source": XS, **run, **change})
@@ -226,8 +227,8 @@ def test_another_program_is_refused(tmp_path: Path) -> None:
 
 
 def test_two_runs_in_one_folder(tmp_path: Path) -> None:
-    run: dict[str, Any] = {"chunk": 5, "checkpoint": tmp_path, "key": KEY}
-    parts = stream_parts(step, init(), XS, **run)
+    run: dict[str, Any] = {"part": 5, "checkpoint": tmp_path, "key": KEY}
+    parts = stream(step, init(), XS, **run, parts=True)
     next(parts)
     with pytest.raises(CheckpointError, match="another run writes"):
         stream(step, init(), XS, **run)
@@ -236,7 +237,7 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_what_is_half_written_is_not_used(tmp_path: Path) -> None:
-    run: dict[str, Any] = {"chunk": 5, "checkpoint": Checkpoint(tmp_path, keep=9), "key": KEY}
+    run: dict[str, Any] = {"part": 5, "checkpoint": Checkpoint(tmp_path, keep=9), "key": KEY}
     with pytest.raises(Halted):
         stream(step, init(), XS, on_part=lambda part: halt(part.start == 20), **run)
     (saved,) = [each for each in tmp_path.iterdir() if each.name == "4"]
@@ -261,7 +262,7 @@ def cut(file: Path) -> None:
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_may_be_skipped(damage: Any, newest: str, tmp_path: Path) -> None:
-    run: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=3)}
+    run: dict[str, Any] = {"part": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=3)}
     with pytest.raises(Halted):
         stream(step, init(), XS, on_part=lambda part: halt(part.start == 20), **run)
     damage(tmp_path)
@@ -290,19 +291,19 @@ def halt(now: bool) -> None:
 
 def test_what_on_part_raises_says_what_is_kept(tmp_path: Path) -> None:
     with pytest.raises(Halted) as caught:
-        stream(step, init(), XS, chunk=5, key=KEY, checkpoint=tmp_path, on_part=lambda part: halt(part.start == 10))
+        stream(step, init(), XS, part=5, key=KEY, checkpoint=tmp_path, on_part=lambda part: halt(part.start == 10))
     assert caught.value.__notes__[1] == f"`{tmp_path}` has a checkpoint after 10 steps: the same call continues there."
 
 
 def test_only_so_many_are_kept(tmp_path: Path) -> None:
-    stream(step, init(), XS, chunk=5, key=KEY, checkpoint=Checkpoint(tmp_path, every=2, keep=3))
+    stream(step, init(), XS, part=5, key=KEY, checkpoint=Checkpoint(tmp_path, every=2, keep=3))
     assert sorted(each.name for each in tmp_path.iterdir() if each.name.isdigit()) == ["4", "6", "9"]
 
 
 PROGRAM = """
 import json, resource, sys, time
 import jax, jax.numpy as jnp, numpy as np, treescan
-folder, chunk, limit = sys.argv[1], 5, int(sys.argv[2])
+folder, part, limit = sys.argv[1], 5, int(sys.argv[2])
 xs = np.random.default_rng(0).normal(size=(200, 4)).astype(np.float32)
 
 def step(h, x, *, key):
@@ -317,7 +318,7 @@ def on_part(part):
     time.sleep(0.005)
 
 h, _ = treescan.stream(
-    step, jnp.zeros(4), xs, chunk=chunk, key=jax.random.key(1), on_part=on_part, checkpoint=f"{folder}/checkpoints"
+    step, jnp.zeros(4), xs, part=part, key=jax.random.key(1), on_part=on_part, checkpoint=f"{folder}/checkpoints"
 )
 np.save(f"{folder}/h.npy", h)
 """
@@ -372,7 +373,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     process = started(tmp_path, limit=300)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "treescan.CheckpointError" in error
+    assert "treescan.errors.CheckpointError" in error
     assert "could not be written: File too large" in " ".join(error.split())
     process = started(tmp_path)  # there is room again
     assert process.communicate(timeout=120) and process.returncode == 0

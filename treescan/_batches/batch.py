@@ -199,7 +199,7 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
     if not pairs:
         cure = (
             "Make both with `pad`, or both with `pack`. "
-            f"`repad({path if isinstance(batch, Packed) else other_path}, ys)` gives each packed sequence a row."
+            f"`repad(ys, {path if isinstance(batch, Packed) else other_path})` gives each packed sequence a row."
         )
     elif any(a is not b and (isinstance(a, Tracer) or isinstance(b, Tracer)) for a, b in pairs):
         says = f"{{call}}: {both}, whose rows are traced, so they may differ."

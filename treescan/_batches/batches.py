@@ -28,7 +28,7 @@ from .sequences import (
     check_lead,
     check_sequences,
     put,
-    spread_value,
+    spread_fill,
     stack_inits,
 )
 
@@ -37,7 +37,7 @@ class PadOptions(TypedDict, total=False):
     """What `pad` takes by name."""
 
     length: int | None
-    value: PyTree
+    fill: PyTree
 
 
 class PackOptions(PadOptions, total=False):
@@ -57,7 +57,7 @@ def pack(
     *,
     rows: int | None = None,
     length: int | None = None,
-    value: PyTree = 0,
+    fill: PyTree = 0,
     init: Sequence[PyTree] | None = None,
 ) -> Packed[Any]:
     """Packs sequences of different lengths end to end into rows, with little padding.
@@ -72,7 +72,7 @@ def pack(
         length: the number of steps T. Without `rows`: as many rows as needed. With both: exactly this shape; rows that
             are not needed stay empty. With neither: both are chosen so that few steps are padding, with a length
             between that of the longest sequence and twice that.
-        value: the value of the padding: a number, or a prefix tree of a sequence with numbers.
+        fill: the value of the padding: a number, or a prefix tree of a sequence with numbers.
         init: a list with the carry that each sequence starts from: the `init` of the scan for one row, with None for
             the parts that are the same for all sequences. `treescan.mask_scan` restores it where the sequence begins,
             in reverse at its last step. Its leaves may be traced. `packed._replace(init=...)` replaces them, with
@@ -110,19 +110,19 @@ def pack(
     for row, steps in spans.each():
         mask[steps, row] = True
         resets[steps.start : min(steps.start + 1, steps.stop), row] = True
-    data = checked.lay_out(spans, fit.length, fit.rows, value)
+    data = checked.lay_out(spans, fit.length, fit.rows, fill)
     index = PackIndex(*put([part.astype(np.int32) for part in spans]))
     carries = None if init is None else stack_inits(init, len(checked.lengths))
     return Packed(data, put(mask), put(resets), index, carries)
 
 
 @verb
-def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
+def unpack(ys: Y, packed: Packed[Any]) -> list[Y]:
     """Cuts outputs of a packed batch into sequences, in the order in which `pack` received them.
 
     Args:
-        packed: the batch.
         ys: any pytree with leaves `[T, R, ...]`: outputs, or `packed.data`.
+        packed: the batch.
 
     Returns:
         A list of N pytrees, leaves `[steps of the sequence, ...]`.
@@ -138,41 +138,41 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
         >>> batch = treescan.pack(
         ...     [jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])]
         ... )
-        >>> for sequence in treescan.unpack(batch, batch.data * 10):
+        >>> for sequence in treescan.unpack(batch.data * 10, batch):
         ...     print(sequence)
         [10 20]
         [30 40 50 60]
         [70]
     """
     if not isinstance(packed, Packed):
-        raise not_packed(packed, "a `Packed`", "`unpack(packed, ys)`. A `Padded` goes to `treescan.unpad`.")
+        raise not_packed(packed, "a `Packed`", "`unpack(ys, packed)`. A `Padded` goes to `treescan.unpad`.")
     spans = Spans(*(check_concrete(part, f"packed.index.{name}") for name, part in packed.index._asdict().items()))
     check_lead("ys", ys, (packed.rows,), packed.steps)
     return spans.cut_out(ys)
 
 
 def not_packed(packed: Any, kind: str, call: str) -> Fault:
-    """What is raised where something else than a batch comes first."""
+    """What is raised where something else than a batch comes second."""
     return TypeMisuse(
-        f"{{verb}} takes {kind}, got {describe_argument(packed)}.",
-        f"Pass the batch first, and then values computed from its data: {call}",
+        f"{{verb}} takes {kind} second, got {describe_argument(packed)}.",
+        f"Pass values computed from the data of a batch first, and then the batch: {call}",
     )
 
 
 @overload
-def last(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
+def last(ys: Y, batch: Packed[Any], *, reverse: bool) -> Y: ...
 @overload
-def last(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
+def last(ys: Y, batch: Padded[Any], *, reverse: bool) -> Y: ...
 @verb
-def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
+def last(ys: Y, batch: Packed[Any] | Padded[Any], *, reverse: bool | None = None) -> Y:
     """Returns the last y of each sequence. It is one gather, works on traced arrays, and is differentiable.
 
     With the `reverse` of the scan that computed ys, this is the y that `save="last"` keeps for each sequence. If y is
     the carry, it is the carry after each sequence. With the opposite, it is the first y of each sequence's run.
 
     Args:
-        packed: the batch, a `Packed` or a `Padded`.
         ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch.
+        batch: a `Packed` or a `Padded`.
         reverse: whether the scan that computed ys ran in reverse. Required, because ys do not show it. False: the y of
             a sequence's last step in time. True: the y of its first step in time, which ran last.
 
@@ -182,7 +182,7 @@ def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = Non
 
     Raises:
         ArgumentError: if a leaf of ys does not start with the axes `[T, R]`.
-        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or not a bool.
+        ArgumentTypeError: if `batch` is neither a `Packed` nor a `Padded`, or `reverse` is missing or not a bool.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -190,13 +190,13 @@ def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = Non
         >>> batch = treescan.pack(
         ...     [jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])]
         ... )
-        >>> print(treescan.last(batch, batch.data * 10, reverse=False))
+        >>> print(treescan.last(batch.data * 10, batch, reverse=False))
         [20 60 70]
-        >>> print(treescan.last(batch, batch.data * 10, reverse=True))
+        >>> print(treescan.last(batch.data * 10, batch, reverse=True))
         [10 30 70]
     """
-    if not isinstance(packed, Packed | Padded):
-        raise not_packed(packed, "a `Packed` or a `Padded`", "`last(packed, ys, reverse=False)`.")
+    if not isinstance(batch, Packed | Padded):
+        raise not_packed(batch, "a `Packed` or a `Padded`", "`last(ys, batch, reverse=False)`.")
     if reverse is None:
         raise TypeMisuse(
             "{verb} needs `reverse`: the direction of the scan that computed the ys.",
@@ -206,16 +206,16 @@ def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = Non
             "step without an error.",
         )
     check_reverse(reverse)
-    if isinstance(packed, Packed):
-        index, steps = packed.index, packed.steps
-        check_lead("ys", ys, (packed.rows,), steps)
+    if isinstance(batch, Packed):
+        index, steps = batch.index, batch.steps
+        check_lead("ys", ys, (batch.rows,), steps)
         start, length = index.start, index.length
         rows = [jnp.where(length > 0, index.row, jnp.arange(length.shape[0], dtype=jnp.int32))]
     else:
-        batch = np.shape(packed.lengths)
-        steps = check_lead("data", packed.data, batch)
-        check_lead("ys", ys, batch, steps)
-        length = jnp.clip(jnp.asarray(packed.lengths, jnp.int32), 0, steps)
+        shape = np.shape(batch.lengths)
+        steps = check_lead("data", batch.data, shape)
+        check_lead("ys", ys, shape, steps)
+        length = jnp.clip(jnp.asarray(batch.lengths, jnp.int32), 0, steps)
         start, rows = jnp.zeros_like(length), list(jnp.indices(length.shape, dtype=jnp.int32))
     # Empty sequences are at places outside, no two of them the same.
     end = jnp.where(length > 0, start if reverse else start + length - 1, steps)
@@ -285,7 +285,7 @@ def pad(sequences: Sequence[np.ndarray[Any, Any]], **options: Unpack[PadOptions]
 @overload
 def pad(sequences: Sequence[X], **options: Unpack[PadOptions]) -> Padded[X]: ...
 @verb
-def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 0) -> Padded[Any]:
+def pad(sequences: Sequence[Any], *, length: int | None = None, fill: PyTree = 0) -> Padded[Any]:
     """Pads sequences of different lengths to rows of one length.
 
     It runs on the host, outside of `jax.jit`. The result is a pytree of arrays: pass it to compiled functions, and to
@@ -296,14 +296,14 @@ def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 
             steps; dtypes and trailing shapes are the same in all sequences. Typed PRNG keys are allowed.
         length: the number of steps T. None: that of the longest sequence. A compiled function is reused for batches of
             the same length.
-        value: the value of the padding: a number, or a prefix tree of a sequence with numbers.
+        fill: the value of the padding: a number, or a prefix tree of a sequence with numbers.
 
     Returns:
         The batch, leaves `[T, B, ...]`, and the lengths, int32[B].
 
     Raises:
         ArgumentError: if the sequences do not fit together, if there are none, if one is longer than `length`, or if a
-            leaf cannot hold `value`.
+            leaf cannot hold `fill`.
         ArgumentTypeError: if `sequences` is not a list, or `length` is not an int.
         TracedArgumentError: if sequences or `length` are traced.
 
@@ -328,7 +328,7 @@ def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 
     steps, checked = check_count(length, "length"), check_sequences(sequences)
     steps = int(checked.lengths.max()) if steps is None else steps
     check_fits(checked.lengths, steps)
-    data = checked.lay_out(_own_rows(checked.lengths), steps, len(checked.lengths), value)
+    data = checked.lay_out(_own_rows(checked.lengths), steps, len(checked.lengths), fill)
     return Padded(data, put(checked.lengths.astype(np.int32)))
 
 
@@ -363,7 +363,7 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
         [40.]
     """
     if isinstance(data, Packed):
-        raise Misuse("{verb} takes no `Packed`.", "`treescan.unpack(packed)` returns its sequences.")
+        raise Misuse("{verb} takes no `Packed`.", "`treescan.unpack(ys, packed)` returns its sequences.")
     if isinstance(data, Padded) == (lengths is not None):
         raise Misuse(
             f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",
@@ -387,24 +387,24 @@ def _own_rows(lengths: Any) -> Spans:
 
 
 @verb
-def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTree = 0) -> Padded[Y]:
+def repad(ys: Y, packed: Packed[Any], *, length: int | None = None, fill: PyTree = 0) -> Padded[Y]:
     """Gives each packed sequence a row of its own. It is one gather, works on traced arrays, and is differentiable.
 
     Losses that expect a padded batch, for example CTC, take it in this form. Padding has no effect and no gradient.
 
     Args:
-        packed: the batch.
         ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch, or its data.
+        packed: the batch.
         length: the number of steps of the rows. None: the T of the batch, which holds each sequence. A smaller number
             must hold the longest sequence. That is checked if the batch is not traced.
-        value: the value of the padding: a number, or a prefix tree of ys with numbers.
+        fill: the value of the padding: a number, or a prefix tree of ys with numbers.
 
     Returns:
         The batch, leaves `[length, N, ...]` and lengths int32[N], in the order of the sequences in `pack`.
 
     Raises:
         ArgumentError: if a leaf of ys does not start with the axes `[T, R]`, if a sequence is longer than `length`, if
-            a leaf cannot hold `value`, or if rows are spread over devices.
+            a leaf cannot hold `fill`, or if rows are spread over devices.
         ArgumentTypeError: if `packed` is not a `Packed`, or `length` is not an int.
         TracedArgumentError: if `length` is traced, or is less than T and the batch is traced.
 
@@ -414,7 +414,7 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
         >>> batch = treescan.pack(
         ...     [jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])], rows=2
         ... )
-        >>> padded = treescan.repad(batch, batch.data * 10)
+        >>> padded = treescan.repad(batch.data * 10, batch)
         >>> print(padded.data)
         [[10 30 70]
          [20 40  0]
@@ -424,7 +424,7 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
         [2 4 1]
     """
     if not isinstance(packed, Packed):
-        raise not_packed(packed, "a `Packed`", "`repad(packed, ys)`. A `Padded` already has one row for each sequence.")
+        raise not_packed(packed, "a `Packed`", "`repad(ys, packed)`. A `Padded` already has one row for each sequence.")
     steps = check_count(length, "length")
     steps = packed.steps if steps is None else steps
     check_lead("ys", ys, (packed.rows,), packed.steps)
@@ -439,7 +439,7 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     if steps < packed.steps:
         check_fits(np.asarray(packed.index.length), steps)
     refuse_split_rows(packed.index[:3], packed.mask)
-    values = spread_value(value, ys, "ys", "ys")
+    values = spread_fill(fill, ys, "ys", "ys")
     leaves, structure = jax.tree.flatten(ys)
     row, start, count = (jnp.asarray(part)[None] for part in packed.index)
     at = jnp.arange(steps, dtype=jnp.int32)[:, None]

@@ -179,9 +179,9 @@ class Sequences(NamedTuple):
     leaves: list[list[Any]]
     lengths: Ints
 
-    def lay_out(self, spans: Spans, steps: int, rows: int, value: PyTree) -> PyTree:
-        """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `value` everywhere else."""
-        numbers = spread_value(value, jax.tree.unflatten(self.structure, self.leaves[0]))
+    def lay_out(self, spans: Spans, steps: int, rows: int, fill: PyTree) -> PyTree:
+        """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `fill` everywhere else."""
+        numbers = spread_fill(fill, jax.tree.unflatten(self.structure, self.leaves[0]))
         columns = zip(zip(*self.leaves, strict=True), numbers, strict=True)
         batched = [_lay_leaf(list(column), spans.each(), steps, rows, number) for column, number in columns]
         return jax.tree.unflatten(self.structure, batched)
@@ -350,10 +350,10 @@ def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, row
     return put(batch, column[0])
 
 
-def spread_value(value: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence") -> list[Any]:
+def spread_fill(fill: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence") -> list[Any]:
     """The value of the padding for each leaf of a tree, whose root and name are those of messages."""
     cure = f"Give one number for all leaves, or a tree of numbers that is a prefix of {whole}."
-    numbers = spread_prefix("`value`", value, example, root, cure, whole=whole)
+    numbers = spread_prefix("`fill`", fill, example, root, cure, whole=whole)
     named = leaves_with_path(root, example)
     return [
         0 if is_key(leaf) else _cast(number, path, leaf) for number, (path, leaf) in zip(numbers, named, strict=True)
@@ -369,7 +369,7 @@ def _cast(number: Any, path: str, leaf: Any) -> Any:
             with np.errstate(over="ignore"):
                 return np.asarray(plain, dtype)
     raise Misuse(
-        f"{{verb}}: {path} is {describe_leaf(leaf)}, which cannot hold the `value` {describe_traced(number)}.",
+        f"{{verb}}: {path} is {describe_leaf(leaf)}, which cannot hold the `fill` {describe_traced(number)}.",
         "Give a number that fits, or one for each leaf, in a tree.",
     )
 

@@ -32,7 +32,7 @@ def call_watched(function: Any, *arguments: Any, **keywords: Any) -> Any:
             f"`Dropout`, or the statistics of a `BatchNorm`: {str(error).split(' (http')[0]}.",
             "Put the module into {init}, and return it in {the_carry}. Or pass it as an argument to "
             "`treescan.integrations.nnx.scan`, which updates modules in place. For flax.linen, it is "
-            "`treescan.integrations.flax.scan`, or `treescan.lift`.",
+            "`treescan.integrations.flax.scan`, or `treescan.lifting.lift`.",
             "If nothing should change, call the module's `eval()` before the loop.",
             cause=error,
         ) from None
@@ -69,7 +69,7 @@ def watching_linen() -> contextlib.AbstractContextManager[Any]:
             raise BodyFault(
                 "{body} made or changed variables of a flax.linen module, and the {step} does not return them. They "
                 "would leave the loop as tracers, and JAX would raise an error where they are used.",
-                "Use `treescan.integrations.flax.scan`, which takes a module as its body, or `treescan.lift`.",
+                "Use `treescan.integrations.flax.scan`, which takes a module as its body, or `treescan.lifting.lift`.",
                 "Or make the variables before the loop, `variables = module.init(...)`, and put them into {init} or "
                 "close over them: the {step} calls `module.apply(variables, ...)`.",
                 header=("variable", "is"),

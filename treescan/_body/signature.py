@@ -57,7 +57,7 @@ class Convention:
 SCAN = Convention("scan", "scan(step, init, xs)", pair=True, other="fold")
 MASK_SCAN = dataclasses.replace(SCAN, verb="mask_scan", call="mask_scan(step, init, xs, lengths=lengths)")
 WHILE_SCAN = dataclasses.replace(SCAN, verb="while_scan", call="while_scan(cond, step, init, xs)", other="")
-STREAM = dataclasses.replace(SCAN, verb="stream", call="stream(step, init, source, chunk=chunk)", other="")
+STREAM = dataclasses.replace(SCAN, verb="stream", call="stream(step, init, source, part=part)", other="")
 FOLD = Convention("fold", "fold(step, init, xs)")
 ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
 FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)

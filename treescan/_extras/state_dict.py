@@ -315,7 +315,7 @@ def layers_from_state_dict(
         ...     "layers.1.w": np.zeros((2, 3)),
         ...     "head": np.ones(3),
         ... }
-        >>> print(treescan.layers_from_state_dict(state)["w"].shape)
+        >>> print(treescan.state_dict.layers_from_state_dict(state)["w"].shape)
         (2, 2, 3)
     """
     prefix, ignores = _check_prefix(prefix), _check_ignore(ignore)
@@ -356,7 +356,11 @@ def layers_to_state_dict(
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> print(sorted(treescan.layers_to_state_dict({"w": jnp.zeros((2, 3))})))
+        >>> print(
+        ...     sorted(
+        ...         treescan.state_dict.layers_to_state_dict({"w": jnp.zeros((2, 3))})
+        ...     )
+        ... )
         ['layers.0.w', 'layers.1.w']
     """
     prefix = _check_prefix(prefix)

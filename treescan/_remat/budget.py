@@ -516,12 +516,12 @@ def _candidates(length: int, step: Footprint, in_chunk: Footprint, whole: int) -
     yield describe(Remat(levels=1), length, step)
     for levels in range(2, max(2, length.bit_length())):
         yield describe(Remat(levels=levels), length, step)
-        for segment in _segments(length, levels):
-            yield describe(Remat(levels=levels, segment=segment), length, step)
-            yield describe(Remat(_EVERYTHING, levels=levels, segment=segment), length, in_chunk, whole)
+        for chunk in _chunks(length, levels):
+            yield describe(Remat(levels=levels, chunk=chunk), length, step)
+            yield describe(Remat(_EVERYTHING, levels=levels, chunk=chunk), length, in_chunk, whole)
 
 
-def _segments(length: int, levels: int) -> list[int]:
+def _chunks(length: int, levels: int) -> list[int]:
     """Candidate sizes of an innermost chunk: equal parts, fewer steps, and some more steps."""
     most = min(length - 1, round(4 * length ** (1 / levels)) + 1)
     within = range(2, max(3, most + 1))

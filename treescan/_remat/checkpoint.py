@@ -400,7 +400,7 @@ def _stays_a_loop(loop: Loop) -> bool:
 
 
 def levels_in(remat: Remat) -> int:
-    return remat.levels or (2 if remat.segment else 1)
+    return remat.levels or (2 if remat.chunk else 1)
 
 
 def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
@@ -408,7 +408,7 @@ def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
     if remat is None or levels_in(remat) == 1:
         return ()
     refuse_symbolic(length, "remat")
-    return divide(length, levels_in(remat), remat.segment)
+    return divide(length, levels_in(remat), remat.chunk)
 
 
 @functools.lru_cache(maxsize=4096)

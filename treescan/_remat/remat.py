@@ -71,10 +71,10 @@ def saves_steps(loop: Loop) -> bool:
     return not (products_pay(loop) or is_cheap(loop.hoisted))
 
 
-def _least_segment(length: int) -> int:
+def _least_chunk(length: int) -> int:
     """The steps of the chunks that are recomputed. If possible they divide the loop: a remainder is compiled apart."""
     least = min(CHUNK, length // LEAST_CHUNKS)
-    return next((segment for segment in range(least, 2 * least) if length % segment == 0), least)
+    return next((chunk for chunk in range(least, 2 * least) if length % chunk == 0), least)
 
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
@@ -146,7 +146,7 @@ def fastest(hoisted: Hoisted) -> Remat | Auto | None:
         return None
     pays = products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if (pays and is_large(hoisted)) or is_cheap(hoisted):
-        return Remat(_WHOLE, levels=2, segment=_least_segment(length))
+        return Remat(_WHOLE, levels=2, chunk=_least_chunk(length))
     return AUTO if pays else None
 
 
@@ -168,7 +168,7 @@ def recompute_chunks(loop: Loop, size: int) -> Loop:
     """The loop with chunks of so many steps that the gradient recomputes, unless the body may not be computed twice."""
     if loop.hoisted.effects or loop.hoisted.refs:
         return loop
-    return _recompute(loop, Remat(_WHOLE, levels=2, segment=size))
+    return _recompute(loop, Remat(_WHOLE, levels=2, chunk=size))
 
 
 def _recompute(loop: Loop, remat: Remat) -> Loop:
@@ -222,11 +222,11 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
             'With "step", the gradient recomputes each {unit} from its inputs. "nested" saves less, and '
             f"`treescan.Remat(levels=3)` saves even less.{policy}",
         )
-    for name, least in (("levels", 1), ("segment", 2), ("budget", 1)):
+    for name, least in (("levels", 1), ("chunk", 2), ("budget", 1)):
         _check_count(name, getattr(plan, name), least)
-    if plan.segment is not None and plan.levels == 1:
+    if plan.chunk is not None and plan.levels == 1:
         raise Misuse(
-            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` sets the number of {{unit}}s in a "
+            f"{{verb}} over {{body}}: `Remat(chunk={plan.chunk}, levels=1)` sets the number of {{unit}}s in a "
             "chunk, but one level has no chunks.",
             "Leave `levels` out, or give 2 or more.",
         )
@@ -248,12 +248,12 @@ _COUNTS = {
     "budget": "Give an int: `Remat.fit(2**30)`.",
     "levels": "1 recomputes each {unit}, 2 adds chunks of about sqrt(T) {unit}s around that, and 3 adds one more "
     "level.",
-    "segment": "It is the number of steps in an innermost chunk. None lets treescan choose it.",
+    "chunk": "It is the number of steps in an innermost chunk. None lets treescan choose it.",
 }
 
 
 def _check_budget(plan: Remat) -> None:
-    others = [name for name in ("policy", "levels", "segment", "offload") if getattr(plan, name) is not None]
+    others = [name for name in ("policy", "levels", "chunk", "offload") if getattr(plan, name) is not None]
     if plan.budget is not None and others:
         raise Misuse(
             f"{{verb}} over {{body}}: `Remat` was given a `budget` and `{others[0]}`, but a budget chooses the plan.",

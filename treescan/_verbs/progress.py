@@ -56,8 +56,8 @@ def progress(progress: ProgressLike = True, /) -> contextlib.AbstractContextMana
     thread runs JAX. A context belongs to the thread that opens it.
 
     Args:
-        progress: True; a label for all bars; or a `treescan.Progress` with label, `updates` and `meter`. Without a
-            label, a bar has the names of the verb and of the body. False and None: no bars within, not even if the
+        progress: True; a label for all bars; or a `treescan.meters.Progress` with label, `updates` and `meter`. Without
+            a label, a bar has the names of the verb and of the body. False and None: no bars within, not even if the
             context is within another.
 
     Returns:

@@ -159,14 +159,14 @@ def scan(
             truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
             constants of the loop, and are not cut.
         name: the name of the loop in profilers (a `jax.named_scope`).
-        progress: show the progress of the loop: True, a label for the bar, or a `treescan.Progress`. The loop is cut
-            into at most 100 chunks, and reports after a chunk, five times a second at most. No step has a branch, and
-            the gradient reports nothing. Under `jax.vmap` there is one bar for all elements.
+        progress: show the progress of the loop: True, a label for the bar, or a `treescan.meters.Progress`. The loop is
+            cut into at most 100 chunks, and reports after a chunk, five times a second at most. No step has a branch,
+            and the gradient reports nothing. Under `jax.vmap` there is one bar for all elements.
         check_finite: check the carry after each step. If a leaf becomes NaN or infinite, a `NonFiniteError` names the
             leaf, the first step where it happened, the rows and the operation. `treescan.last_nonfinite()` returns the
             carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
             infinity that the carry had before the step is allowed. "return" raises nothing. It returns a
-            `treescan.FiniteReport` behind the other results, without a callback.
+            `treescan.types.FiniteReport` behind the other results, without a callback.
         options: options of your own, each a `treescan.options.Option`.
 
     Returns:

@@ -8,12 +8,12 @@ if TYPE_CHECKING:
     from ._averages import (
         Ema as Ema,
         Moments as Moments,
+        RunningSum as RunningSum,
         Statistics as Statistics,
-        Sum as Sum,
         Window as Window,
         ema as ema,
         moments as moments,
-        sum_ as sum_,
+        running_sum as running_sum,
         window as window,
     )
     from ._base import (
@@ -38,11 +38,12 @@ else:
     __all__, __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "_averages": "Ema Moments Statistics Sum Window ema moments sum_ window",
+            "_averages": "Ema Moments RunningSum Statistics Window ema moments running_sum window",
             "_base": "AbstractCarry as_seen carry_of read_tree write_tree",
             "_buffer": "Best Buffer best buffer",
             "_gradient": "Cast ClipGradient StopGradient cast clip_gradient stop_gradient",
             "_keys": "Keys keys",
             "_registry": "register_carry",
         },
+        {"treescan.carries.RunningSum": "Sum", "treescan.carries.running_sum": "sum_"},  # until 0.2
     )

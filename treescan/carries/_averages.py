@@ -22,7 +22,7 @@ from ._buffer import entries, fitted, inexact, is_shared, made, strong, widest
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Sum(AbstractCarry[Array, ArrayLike]):
+class RunningSum(AbstractCarry[Array, ArrayLike]):
     """The compensated sum of what the body returns: the rounding errors of the additions are summed separately.
 
     The improved Kahan-Babuska algorithm (A. Neumaier, ZAMM 54, 1974): the error is about one rounding of the result,
@@ -42,7 +42,7 @@ class Sum(AbstractCarry[Array, ArrayLike]):
         """The sum so far."""
         return self.total + self.lost
 
-    def write(self, returned: ArrayLike, valid: Array | None) -> Sum:
+    def write(self, returned: ArrayLike, valid: Array | None) -> RunningSum:
         """Adds a term, or the sum of those of valid rows."""
         term = entries(returned, self.total, valid, shared=self.shared).sum()
         total = self.total + term
@@ -56,7 +56,7 @@ class Sum(AbstractCarry[Array, ArrayLike]):
 
 
 @named_options
-def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
+def running_sum(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
     """Carries the compensated sum of what the body returns.
 
     Args:
@@ -66,20 +66,20 @@ def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
             elsewhere than in rows the body returns a number.
 
     Returns:
-        `Sum`, typed as the sum that the body sees.
+        `RunningSum`, typed as the sum that the body sees.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> from treescan.carries import sum_
+        >>> from treescan.carries import running_sum
         >>> terms = jnp.array([1e8, 1.0, 1.0, -1e8])
         >>> print(treescan.fold(lambda total, x: total + x, 0.0, terms))
         0.0
-        >>> print(treescan.fold(lambda total, x: x, sum_(), terms).read())
+        >>> print(treescan.fold(lambda total, x: x, running_sum(), terms).read())
         2.0
     """
     total = inexact(start)
-    return made(Sum(total, jnp.zeros_like(total), shared))
+    return made(RunningSum(total, jnp.zeros_like(total), shared))
 
 
 T = TypeVar("T")
@@ -207,30 +207,52 @@ def _decays(decay: PyTree, start: PyTree) -> PyTree:
     return kept
 
 
+class _Spread:
+    """The variances, of the body's view and of the carry alike."""
+
+    count: Array
+    mean: Array
+    squares: Array
+
+    @property
+    def variance(self) -> Array:
+        """The variance, `squares / count`; 0 before the first entry."""
+        return self._by(self.count)
+
+    @property
+    def sample_variance(self) -> Array:
+        """The variance of which these entries are a sample, `squares / (count - 1)`; 0 before the second entry."""
+        return self._by(self.count - 1)
+
+    def _by(self, number: Array) -> Array:
+        return self.squares / jnp.maximum(number, 1).astype(self.mean.dtype)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Statistics:
-    """What the body sees of `Moments`.
+class Statistics(_Spread):
+    """What the body sees of `Moments`: also `variance` and `sample_variance`.
 
     Attributes:
         count: int32: the number of entries so far.
         mean: their mean.
-        variance: their variance, 0 before the first: the sum of squared deviations by the count.
+        squares: the sum of their squared deviations from it.
     """
 
     count: Array
     mean: Array
-    variance: Array
+    squares: Array
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Moments(AbstractCarry[Statistics, ArrayLike]):
+class Moments(_Spread, AbstractCarry[Statistics, ArrayLike]):
     """The mean and variance of what the body returns, by Welford's recurrence (Technometrics 4, 1962).
 
     Entries of several rows at once, and two `Moments`, are merged by the formula of Chan, Golub and LeVeque (1979):
     with d = mean_b - mean_a and n = n_a + n_b the mean is mean_a + d n_b / n, the sum of squared deviations
     squares_a + squares_b + d^2 n_a n_b / n. Both are exact except for rounding, and neither subtracts large numbers.
+    It has `variance` and `sample_variance`, as what the body sees.
 
     Attributes:
         count: int32, of the mean's shape, [] if shared: the number of entries.
@@ -243,10 +265,6 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
     mean: Array
     squares: Array
     shared: bool | None = field(default=None, metadata={"static": True})
-
-    def variance(self, ddof: int = 0) -> Array:
-        """The variance, `squares / (count - ddof)`; 0 while there are no more than `ddof` entries."""
-        return self.squares / jnp.maximum(self.count - ddof, 1).astype(self.mean.dtype)
 
     @named_options
     def merge(self, other: Moments) -> Moments:
@@ -272,7 +290,7 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
 
     def read(self) -> Statistics:
         """Count, mean and variance."""
-        return Statistics(self.count, self.mean, self.variance())
+        return Statistics(self.count, self.mean, self.squares)
 
     def write(self, returned: ArrayLike, valid: Array | None) -> Moments:
         """One entry more, or one a valid row."""
@@ -317,7 +335,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         >>> def normalise(seen, x):
         ...     return x, (x - seen.mean) / jnp.sqrt(seen.variance + 1e-6)
         >>> final, _ = treescan.scan(normalise, moments(), jnp.array([1.0, 2.0, 6.0]))
-        >>> print(final.mean, final.variance(ddof=1))
+        >>> print(final.mean, final.sample_variance)
         3.0 7.0
     """
     sizes, floating = _checked(shape), False

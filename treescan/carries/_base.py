@@ -148,8 +148,8 @@ def read_tree(tree: PyTree) -> PyTree:
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> from treescan.carries import ema, read_tree, sum_
-        >>> init = {"mean": ema(0.0, decay=0.5), "sum": sum_()}
+        >>> from treescan.carries import ema, read_tree, running_sum
+        >>> init = {"mean": ema(0.0, decay=0.5), "sum": running_sum()}
         >>> final = treescan.fold(
         ...     lambda seen, x: {"mean": x, "sum": x}, init, jnp.array([1.0, 1.0])
         ... )
@@ -173,8 +173,8 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
         ArgumentTypeError: if the structures differ.
 
     Examples:
-        >>> from treescan.carries import read_tree, sum_, write_tree
-        >>> tree = {"h": 1.0, "sum": sum_()}
+        >>> from treescan.carries import read_tree, running_sum, write_tree
+        >>> tree = {"h": 1.0, "sum": running_sum()}
         >>> print(read_tree(write_tree(tree, {"h": 2.0, "sum": 3.0})))
         {'h': 2.0, 'sum': Array(3., dtype=float32)}
     """

@@ -118,11 +118,11 @@ DECISIONS = [
 ]
 PLANS = {
     "scan": ["remat='auto'", "remat='step'", "remat='nested'", "remat=treescan.Remat('everything_saveable', levels=2)",
-             "remat=treescan.Remat('everything_saveable', segment=5)", "remat=treescan.Remat('dots_saveable')",
+             "remat=treescan.Remat('everything_saveable', chunk=5)", "remat=treescan.Remat('dots_saveable')",
              "remat=treescan.Remat(levels=3)", "remat=treescan.Remat('dots_saveable', levels=2)", "remat='step', unroll=2",
              "remat=treescan.Remat.fit(60_000)", "remat='nested', unroll=True", "remat='auto', reverse=True",
-             "remat='step', save='last'", "remat='auto', truncate=7", "remat=treescan.Remat('everything_saveable', segment=4), unroll=True",
-             "remat='nested', save='last'", "remat=treescan.Remat('everything_saveable', segment=4), save='last'", "remat='auto', save='last'"],
+             "remat='step', save='last'", "remat='auto', truncate=7", "remat=treescan.Remat('everything_saveable', chunk=4), unroll=True",
+             "remat='nested', save='last'", "remat=treescan.Remat('everything_saveable', chunk=4), save='last'", "remat='auto', save='last'"],
     "mask_scan": ["", "chunk=8", "compact=True", "remat='step'", "remat='nested'", "remat='auto'", "chunk=0",
                   "chunk=0, remat='step'", "reverse=True", "compact=(2,)", "chunk=5, remat='step'", "chunk=1", "save='last'", "unroll=True",
                   "remat=treescan.Remat('everything_saveable', levels=2)", "remat=treescan.Remat('dots_saveable')"],

@@ -17,9 +17,9 @@ REMAT = [
     "'nested'",
     "treescan.Remat(levels=3)",
     "treescan.Remat(policy='dots_saveable')",
-    "treescan.Remat(segment=2)",
-    "treescan.Remat('everything_saveable', segment=2)",
-    "treescan.Remat('everything_saveable', levels=3, segment=2)",
+    "treescan.Remat(chunk=2)",
+    "treescan.Remat('everything_saveable', chunk=2)",
+    "treescan.Remat('everything_saveable', levels=3, chunk=2)",
 ]
 TAKES_AUTO = ("scan", "fold", "accumulate", "fori", "mask_scan")
 TABLE = [op for weight, op in OPERATIONS + PRODUCTS for _ in range(weight)]
@@ -101,7 +101,9 @@ def _carry_leaf(draw: Draw, i: int, batch: Any, sizes: Any, dtype: str, verb: st
     if which == "fixed":
         return Leaf(Value(name, Type(False, tuple(choice(draw, sizes) for _ in range(2)))), None, fixed=True)
     if which == "custom" and verb in ("mask_scan", "scan", "while_scan"):
-        return Leaf(Value(name, Type(True, shape)), 0, choice(draw, ["ema", "sum_", "window", "cast", "clip", "stop"]))
+        return Leaf(
+            Value(name, Type(True, shape)), 0, choice(draw, ["ema", "running_sum", "window", "cast", "clip", "stop"])
+        )
     axis = draw.integer(1, len(shape)) if shape and verb == "mask_scan" and chance(draw, 10) else 0
     return Leaf(Value(name, Type(True, shape, _kind(draw, dtype))), axis, mapped=not chance(draw, 25))
 

@@ -10,7 +10,7 @@ PRELUDE = """\
 import jax
 import jax.numpy as jnp
 import treescan
-from treescan.carries import cast, clip_gradient, ema, stop_gradient, sum_, window
+from treescan.carries import cast, clip_gradient, ema, stop_gradient, running_sum, window
 
 dtype = jnp.{dtype}
 optimization_barrier = jax.lax.optimization_barrier
@@ -82,7 +82,7 @@ own_product_vjp.defvjp(lambda a, b: jax.vjp(jnp.matmul, a, b), lambda pull, t: p
 
 CUSTOM = {
     "ema": "ema({}, 0.7, shared=False)",
-    "sum_": "sum_({}, shared=False)",
+    "running_sum": "running_sum({}, shared=False)",
     "window": "window({})",
     "cast": "cast({})",
     "clip": "clip_gradient({}, 0.3)",

@@ -80,7 +80,7 @@ GIVEN = {
     "w": drawn(0, LAYERS, D, D), "h": abs(drawn(1, D)), "a": drawn(2, LAYERS, D), "b": drawn(3, D),
 }  # fmt: skip
 ALONE = has(
-    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',
+    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(chunk=2)", 'remat=Remat(offload="pinned_host")',
     "out_axes=-1", "save=None",
 )  # fmt: skip
 _OUTPUTS = {name: form for name, form in OUTPUTS.items() if '"last")' not in name}

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from treescan import In, Out
+from treescan.lifting import In, Out
 
 from . import plain
 from .example import DECAY, KEY, D, Form, Given, State, T, Verb, X, body_of, carried, cell, drawn, has, start, values
@@ -43,7 +43,7 @@ FORMS = {
     "annotated body": Form("annotated body", how=has("annotated")),
 }
 ALONE = has(
-    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',
+    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(chunk=2)", 'remat=Remat(offload="pinned_host")',
     "out_axes=-1", "save=None", 'save=(2, "last")', "in_axes=(-1, None)", "split_rngs=False", "variable_axes=In(1)",
     "remat=Remat.fit(bytes)",
 )  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from treescan import AbstractProgressMeter, Progress, Remat
+from treescan import Remat
+from treescan.meters import AbstractProgressMeter, Progress
 
 from .example import KEY, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
 
@@ -33,7 +34,7 @@ COSTS = {
     'remat="step"': Form("remat", {"remat": "step"}, free=True),
     'remat="nested"': Form("remat", {"remat": "nested"}, free=True),
     "remat=Remat(levels=3)": Form("remat", {"remat": Remat("dots_saveable", levels=3)}, free=True),
-    "remat=Remat(segment=2)": Form("remat", {"remat": Remat(levels=2, segment=2)}, free=True),
+    "remat=Remat(chunk=2)": Form("remat", {"remat": Remat(levels=2, chunk=2)}, free=True),
     "remat=Remat.fit(bytes)": Form("remat", {"remat": Remat.fit(10_000)}, free=True),
     'remat=Remat(offload="pinned_host")': Form("remat", {"remat": Remat(offload="pinned_host")}, free=True),
     "name": Form("name", {"name": "loop"}, free=True),
@@ -68,7 +69,7 @@ OUTPUTS = {
     'save=(positions, "last")': Form("save", {"save": Y(range(0, 4, 2), "last")}),
 }
 ALONE = has(
-    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',
+    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(chunk=2)", 'remat=Remat(offload="pinned_host")',
     "out_axes=-1", "save=None", 'save=(2, "last")', 'save=(positions, "last")', "in_axes=(-1, None)",
 )  # fmt: skip
 

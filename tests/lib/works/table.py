@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import treescan
-from treescan import FiniteReport
+from treescan.types import FiniteReport
 
 from . import layers, lifted, loops, plain, rows
 from .columns import COLUMNS

@@ -105,7 +105,7 @@ def plan_remat(
         >>> plan = treescan.plan_remat(
         ...     step, h, w, remat=treescan.Remat.fit(1_000_000)
         ... )
-        >>> print(plan.remat.segment, plan.evaluations, plan.needed_bytes)
+        >>> print(plan.remat.chunk, plan.evaluations, plan.needed_bytes)
         8 2 587776
     """
     try:
@@ -243,8 +243,8 @@ def measure_remat(
             `Remat("everything_saveable", levels=2)`.
         seconds: how long it may take. A gradient that is being compiled is compiled to the end, and each that was
             compiled is measured once at least.
-        progress: a bar of the plans that are compiled: True, a label, a `treescan.Progress` with a label and a meter,
-            or False for none.
+        progress: a bar of the plans that are compiled: True, a label, a `treescan.meters.Progress` with a label and a
+            meter, or False for none.
         **options: the other options of the verb.
 
     Returns:

@@ -381,8 +381,9 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
         if number is None:
             raise TypeMisuse(
                 f"{{call}}: an axis of `variable_axes` must be an int, got {describe_argument(axis)}.",
-                "Or use `treescan.In(axis)` for a collection that is only read, and `treescan.Out(axis)` for one that "
-                "is only written. Collections without an axis belong in `variable_broadcast` or `variable_carry`.",
+                "Or use `treescan.lifting.In(axis)` for a collection that is only read, and "
+                "`treescan.lifting.Out(axis)` for one that is only written. Collections without an axis belong in "
+                "`variable_broadcast` or `variable_carry`.",
             )
         way = type(axis).__name__  # flax has an In and an Out of its own
         axes.append(Axis(names, None if way == "Out" else number, None if way == "In" else number))

@@ -181,7 +181,7 @@ def lift(
         ...     return (carry, carry.sum()), {
         ...         "calls": {"n": variables["calls"]["n"] + 1}
         ...     }
-        >>> run = treescan.lift(
+        >>> run = treescan.lifting.lift(
         ...     step, variable_broadcast="params", variable_carry="calls"
         ... )
         >>> variables = {"params": {"w": jnp.eye(2)}, "calls": {"n": jnp.int32(0)}}

@@ -147,7 +147,7 @@ class Folder:
                 raise CheckpointFault(
                     f"{{call}}: another run writes its checkpoints to `{self.settings.folder}`.",
                     "Give each run a folder of its own, or wait until the other one has ended. A generator of "
-                    "`stream_parts` that is not exhausted ends with its `close()`.",
+                    "`parts=True` that is not exhausted ends with its `close()`.",
                 ) from None
             yield
 

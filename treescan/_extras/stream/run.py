@@ -44,8 +44,8 @@ class Part(Generic[Carry, Y]):
         >>> import treescan
         >>> def step(total, x):
         ...     return total + x, total
-        >>> parts = treescan.stream_parts(
-        ...     step, jnp.float32(0), jnp.arange(5.0), chunk=2
+        >>> parts = treescan.stream(
+        ...     step, jnp.float32(0), jnp.arange(5.0), part=2, parts=True
         ... )
         >>> for part in parts:
         ...     print(part.start, part.ys, part.carry)
@@ -103,7 +103,7 @@ def lengths_of(lengths: Any, source: Source, body: Body, *, masks: bool) -> Any:
         lengths = multihost_utils.process_allgather(lengths, tiled=True)  # each process needs those of all rows
     if lengths is not None:
         return np.asarray(check_lengths(lengths, source.length)).astype(np.int32)
-    is_even = source.length is not None and source.length % source.chunk == 0
+    is_even = source.length is not None and source.length % source.part == 0
     if takes_keyword(body, "valid") or (masks and not is_even):
         return np.asarray(NO_LIMIT, np.int32)
     return None
@@ -117,11 +117,11 @@ def check_save_of(save: Save, source: Source) -> Prefix | None:
             "Keep all outputs, and pick those of each part: `part.ys` begins at the position `part.start`.",
         )
     keeps = check_save(save)
-    for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
-        if keep and source.chunk % keep:
+    for keep in [] if keeps is None or source.length == source.part else keeps.leaves:
+        if keep and source.part % keep:
             raise Misuse(
-                f"{{call}}: `save={keep}` needs a `chunk` that is a multiple of {keep}, got {source.chunk}.",
-                f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
+                f"{{call}}: `save={keep}` needs a `part` that is a multiple of {keep}, got {source.part}.",
+                f"Pass `part={max(1, source.part // keep) * keep}`, for example.",
             )
     return keeps
 
@@ -203,7 +203,7 @@ class Run:
                         return carry, self._result(self._types_of_ys(), last)
             reads = self.source.read(done, state, self._is_due)
             if self.lengths is not None:
-                reads = (padded(read, self.source.chunk) for read in reads)
+                reads = (padded(read, self.source.part) for read in reads)
             reader = Reader(reads, self.prefetch)
             stack.callback(reader.close)
             show = self.bar and stack.enter_context(self.bar.shown(steps, self.source.length))
@@ -259,7 +259,7 @@ class Run:
         if self.lengths is None:
             return self.call(carry, read.xs, read.steps, read.start, None)
         lengths = np.minimum(self.lengths, read.start + read.steps)
-        return self.call(carry, read.xs, self.source.chunk, read.start, lengths)
+        return self.call(carry, read.xs, self.source.part, read.start, lengths)
 
     def _run(self, carry: PyTree, last: list[Any], read: Read) -> _Ran:
         """Sends a part to the device, and cuts its padding off its ys."""
@@ -271,7 +271,7 @@ class Run:
         for i, keep in enumerate(keeps):
             if keep == LAST:
                 leaves[i] = self._last(leaves[i], next(earlier, None), read)
-            elif self.lengths is not None and read.steps < self.source.chunk:
+            elif self.lengths is not None and read.steps < self.source.part:
                 leaves[i] = leaves[i][: read.steps // keep]
         last = [leaf for leaf, keep in zip(leaves, keeps, strict=True) if keep == LAST]
         shown = {} if self.bar is None else self.bar.values(carry)
@@ -323,7 +323,7 @@ class Run:
         read = next(self.source.read(0, None, lambda number: False), None)
         if read is None:
             raise _no_steps(0)
-        read = read if self.lengths is None else padded(read, self.source.chunk)
+        read = read if self.lengths is None else padded(read, self.source.part)
         return jax.eval_shape(lambda: self._call(self.init, read)[1])
 
     def _result(self, ys: PyTree, last: list[Any]) -> PyTree:

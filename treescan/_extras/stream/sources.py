@@ -53,7 +53,7 @@ class Source(Protocol):
         ...
 
     @property
-    def chunk(self) -> int:
+    def part(self) -> int:
         """The steps of a part, unless it is the last one."""
         ...
 
@@ -68,7 +68,7 @@ class Source(Protocol):
         ...
 
 
-def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> Source:
+def source_of(source: Any, length: int | None, part: int, *, reverse: bool) -> Source:
     """The source that the user means.
 
     Raises:
@@ -91,11 +91,11 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
                 "{call}: `source` is a function of (start, n), so the number of steps is unknown.",
                 "Pass `length=`, the number of steps of the whole run.",
             )
-        return _Sliced(source, length, chunk, reverse)
+        return _Sliced(source, length, part, reverse)
     if source is None:
         if length is None:
             raise Misuse("{call}: there is no source, so the number of steps is unknown.", "Pass `length=`.")
-        return _Sliced(_nothing, length, chunk, reverse)
+        return _Sliced(_nothing, length, part, reverse)
     if isinstance(source, Iterator) or _is_iterable(source):
         if reverse:
             raise Misuse(
@@ -103,14 +103,14 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
                 "of which only the next part can be read.",
                 "Pass arrays, a `np.memmap` for example, or a function of (start, n) with `length=`.",
             )
-        return _InOrder(iter(source), length, chunk)
+        return _InOrder(iter(source), length, part)
     steps = steps_of(source, "source")
     if length is not None and length != steps:
         raise Misuse(
             f"{{call}}: `length` is {length}, but `source` has {steps} steps.",
             "Leave `length` out, or slice the source.",
         )
-    return _Sliced(lambda start, n: jax.tree.map(lambda leaf: _slice(leaf, start, n), source), steps, chunk, reverse)
+    return _Sliced(lambda start, n: jax.tree.map(lambda leaf: _slice(leaf, start, n), source), steps, part, reverse)
 
 
 def _is_iterable(node: Any) -> TypeGuard[Iterable[Any]]:
@@ -169,17 +169,17 @@ class _Sliced:
 
     take: Callable[[int, int], PyTree]
     length: int
-    chunk: int
+    part: int
     reverse: bool
 
     def __post_init__(self) -> None:
-        self.chunk = min(self.chunk, self.length) or self.chunk
+        self.part = min(self.part, self.length) or self.part
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones."""
-        checked, starts = _Checked(), range(0, self.length, self.chunk)
+        checked, starts = _Checked(), range(0, self.length, self.part)
         for number, start in list(enumerate(starts[::-1] if self.reverse else starts))[done:]:
-            steps = min(self.chunk, self.length - start)
+            steps = min(self.part, self.length - start)
             try:
                 with _noted(start):
                     part = self.take(start, steps)
@@ -211,14 +211,14 @@ class _InOrder:
 
     parts: Iterator[PyTree]
     length: int | None
-    chunk: int
+    part: int
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones. Without a state these are read too."""
         checked, number, start = _Checked(), 0, 0
         if state is not None:
             cast(Any, self.parts).set_state(_from_text(state))
-            number, start = done, done * self.chunk
+            number, start = done, done * self.part
         while self.length is None or start < self.length:
             part = self._next(start)
             if part is _END:
@@ -240,20 +240,20 @@ class _InOrder:
 
     def _steps(self, number: int, start: int, there: int) -> int:
         """How many steps of a part are run, which has so many; those beyond `length` are not."""
-        left = self.chunk if self.length is None else self.length - start
-        says = f"{{call}}: the part at step {start} has {there} steps, but `chunk` is {self.chunk}"
-        if there > self.chunk or there == 0:
+        left = self.part if self.length is None else self.length - start
+        says = f"{{call}}: the part at step {start} has {there} steps, but `part` is {self.part}"
+        if there > self.part or there == 0:
             raise Misuse(
                 f"{says}.",
-                f"Pass `chunk={there}`, if all parts have as many." if there else "Leave empty parts out.",
+                f"Pass `part={there}`, if all parts have as many." if there else "Leave empty parts out.",
                 "Parts of an iterator are neither cut nor joined, because its state is only known between two parts.",
             )
-        if there < min(self.chunk, left) and self._next(start + there) is not _END:
+        if there < min(self.part, left) and self._next(start + there) is not _END:
             raise Misuse(
                 f"{says}, and it is not the last one.",
-                f"Pass `chunk={there}`, if all parts have as many."
+                f"Pass `part={there}`, if all parts have as many."
                 if number == 0
-                else f"Make parts of {self.chunk} steps. Only the last one may be shorter.",
+                else f"Make parts of {self.part} steps. Only the last one may be shorter.",
             )
         return min(there, left)
 
@@ -309,7 +309,7 @@ def steps_of(tree: PyTree, root: str) -> int:
         bare = without_axis(root, tree)
         lists = [path for path, node in bare if isinstance(node, list | tuple)]
         made = "np.asarray" if is_number(tree) else "treescan.stack"
-        parts = f"A part holds `chunk` steps, not a single one: `{made}` makes one of a list of steps. "
+        parts = f"A part holds `part` steps, not a single one: `{made}` makes one of a list of steps. "
         raise Misuse(
             f"{{call}}: `{root}` has leaves without an axis of steps.",
             f"{parts * (root == 'x')}The first axis of every leaf is the steps.",
@@ -343,9 +343,9 @@ def _slice(leaf: Any, start: int, steps: int) -> Any:
     return np.array(leaf[start : start + steps])
 
 
-def padded(read: Read, chunk: int) -> Read:
+def padded(read: Read, part: int) -> Read:
     """A part with as many steps as a whole one. The last step is repeated, and not read."""
-    missing = chunk - read.steps
+    missing = part - read.steps
 
     def pad(leaf: Any) -> Any:
         library: Any = jnp if isinstance(leaf, jax.Array) else np

@@ -1,4 +1,4 @@
-"""`stream` and `stream_parts`: a scan over a source that need not fit into memory, in parts."""
+"""`stream`: a scan over a source that need not fit into memory, in parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from ..._arguments import check_length, check_options, check_reverse
 from ..._avals import Array, ArrayLike, PyTree
 from ..._body.signature import STREAM
-from ..._errors import STREAM_WORDS, expect, expect_int, explain, verb
+from ..._errors import STREAM_WORDS, Misuse, expect, expect_int, explain, verb
 from ..._types import (
     Carry,
     CheckpointLike,
@@ -42,19 +42,22 @@ _REFUSES = {
 }
 
 
-class PartsOptions(StreamOptions, total=False):
-    """The options of `stream_parts`, less `key`."""
+class AsParts(StreamOptions, total=False):
+    """The options of `stream` that gives its parts to a loop, less `key`."""
 
     save: Save
+    parts: Required[Literal[True]]
 
 
-class KeyedParts(PartsOptions, KeyOption):
-    """The options of `stream_parts` for a body that takes a key."""
+class KeyedAsParts(AsParts, KeyOption):
+    """The options of `stream` that gives its parts to a loop, for a body that takes a key."""
 
 
-class EachPart(PartsOptions, Generic[Carry, Y], total=False):
+class EachPart(StreamOptions, Generic[Carry, Y], total=False):
     """The options of `stream`, less `key`."""
 
+    save: Save
+    parts: Literal[False]
     on_part: Callable[[Part[Carry, Y]], object] | None
 
 
@@ -66,6 +69,7 @@ class LastPart(StreamOptions, Generic[Carry, Y], total=False):
     """The options of `stream` that keeps the last output, less `key`."""
 
     save: Required[Literal["last"]]
+    parts: Literal[False]
     on_part: Callable[[Part[Carry, Y]], object] | None
 
 
@@ -73,7 +77,7 @@ class KeyedLast(LastPart[Carry, Y], KeyOption):
     """The options of `stream` that keeps the last output, for a body that takes a key."""
 
 
-# One overload for each kind of body, with `save="last"` and without.
+# One overload for each kind of body, with `save="last"` and without, and with `parts`.
 @overload
 def stream(
     f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[LastPart[Carry, Y]]
@@ -106,13 +110,29 @@ def stream(
 def stream(
     f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedEach[Carry, Y]]
 ) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[AsParts]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream(
+    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[AsParts]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream(
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedAsParts]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream(
+    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedAsParts]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
 @verb
 def stream(
     f: Callable[..., Any],
     init: PyTree,
     source: Any = None,
     *,
-    chunk: int,
+    part: int,
     length: int | None = None,
     lengths: ArrayLike | None = None,
     remainder: Literal["run", "mask"] = "run",
@@ -121,6 +141,7 @@ def stream(
     reverse: bool = False,
     unroll: int | bool = 1,
     on_part: Callable[[Part[Any, Any]], object] | None = None,
+    parts: bool = False,
     checkpoint: CheckpointLike = None,
     prefetch: int = 1,
     donate: bool | None = None,
@@ -128,8 +149,8 @@ def stream(
     check_finite: bool = False,
     name: str | None = None,
     **unknown: Any,
-) -> tuple[Any, Any]:
-    """Scans over a source that need not fit into memory, in parts of `chunk` steps.
+) -> Any:
+    """Scans over a source that need not fit into memory, in parts of `part` steps.
 
     Each part is one call of the same compiled scan. While it runs on the device, a thread reads the next part, and
     `on_part` receives the outputs of the one before. Carries, outputs and keys are those of one scan over the whole
@@ -140,31 +161,35 @@ def stream(
         init: the carry that the first step receives.
         source: what is scanned over: arrays `[T, ...]` in memory of the host, for example a `np.memmap`, or a tree of
             them; a function of (start, n) that returns the n steps from `start` on, with `length`; an iterator over
-            parts of `chunk` steps, of which the last may be shorter; or None, with `length`.
-        chunk: the number of steps of a part. The last part may have fewer.
+            parts of `part` steps, of which the last may be shorter; or None, with `length`.
+        part: the number of steps of a part. The last part may have fewer.
         length: the number of steps T. An iterator is read no further; without it, to its end.
         lengths: int[*batch], as for `treescan.mask_scan`, over the whole run. The outputs of padded steps are 0.
         remainder: "run" runs a last part of fewer steps as a program of its own, whose bits are those of one scan.
             "mask" pads it: one program is compiled, whose steps are masked in all parts, so that it may round in
             another way. With `lengths`, or for a body that takes `valid`, it is always padded.
         key: a PRNG key, as for `treescan.scan`. Positions count over the whole run.
-        save: which outputs to keep, as for `treescan.scan`, except for positions. A number must divide `chunk`.
+        save: which outputs to keep, as for `treescan.scan`, except for positions. A number must divide `part`.
         reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
         unroll: how many steps are compiled into one iteration of the loop.
-        on_part: called with each `treescan.Part` in turn, when the next part is on its way. Without it, outputs are
-            dropped.
+        on_part: called with each `treescan.types.Part` in turn, when the next part is on its way. Without it, outputs
+            are dropped.
+        parts: return the parts themselves, for a `for` loop. Each comes while the next one runs. Nothing runs before
+            the first one is asked for. A loop that is left early ends the run: the thread that reads ends, and
+            checkpoints stay. A checkpoint counts a part when the loop asks for the next one.
         checkpoint: a folder, or a `treescan.Checkpoint`, where the state of the run is saved: the same call continues
             from there. It needs `orbax-checkpoint`.
         prefetch: how many parts are read ahead, each of which takes memory. 0: parts are read in the caller's thread.
         donate: whether the memory of each carry becomes that of the next one. The carry of a `Part` can then not be
-            read. None: only without `on_part`. `init` is copied.
+            read. None: only without `on_part` and `parts`. `init` is copied.
         progress: show a bar for the whole run, as for `treescan.scan`. It moves after each part.
         check_finite: True checks the carry after each step, as for `treescan.scan`. Each part is then waited for.
         name: the name of the loop in profilers.
 
     Returns:
         The final carry, and what `save="last"` keeps: the last y of the run, or of each row. It is None for outputs
-        that are kept otherwise.
+        that are kept otherwise. With `parts`, a generator of `treescan.types.Part`, whose `StopIteration` has this pair
+        as its value. A run that a checkpoint says is finished has no further parts.
 
     Raises:
         ArgumentError: if an argument is out of range or does not fit; if the source ends before `length`, has no steps,
@@ -187,22 +212,31 @@ def stream(
         ...     step,
         ...     jnp.float32(0),
         ...     np.arange(5, dtype=np.float32),
-        ...     chunk=2,
+        ...     part=2,
         ...     on_part=lambda part: sums.extend(part.ys.tolist()),
         ... )
         >>> print(total, sums)
         10.0 [0.0, 1.0, 3.0, 6.0, 10.0]
+        >>> xs = jnp.arange(5.0)
+        >>> for part in treescan.stream(step, 0.0, xs, part=2, parts=True):
+        ...     print(part.start, part.ys, part.carry)
+        0 [0. 1.] 1.0
+        2 [3. 6.] 6.0
+        4 [10.] 10.0
     """
     try:
-        check_options(unknown, _ACCEPTED | {"chunk", "on_part", "source"}, _REFUSES)
-        expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
-        donate = on_part is None if donate is None else donate
+        check_options(unknown, _ACCEPTED, _REFUSES)
+        expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.types.Part`", on_part)
+        expect(isinstance(parts, bool), "parts", "True or False", parts, _PARTS)
+        if parts and on_part is not None:
+            raise Misuse("{call}: `parts=True` takes no `on_part`: the loop over its parts is there in its place.")
+        donate = on_part is None and not parts if donate is None else donate
         options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
         run = _run_of(
             f,
             init,
             source,
-            chunk,
+            part,
             length,
             lengths,
             remainder,
@@ -213,102 +247,30 @@ def stream(
             check_finite,
             options,
         )
-        with contextlib.closing(run.parts()) as parts:
+        if parts:
+            return _explained(run, f, init)
+        with contextlib.closing(run.parts()) as ran:
             while True:
                 try:
-                    part = next(parts)
+                    each = next(ran)
                 except StopIteration as end:
                     return end.value
                 if on_part is not None:
-                    with run.noted(part):
-                        on_part(part)
+                    with run.noted(each):
+                        on_part(each)
     except Exception as error:
         explained = explain(error, "stream", f, init, STREAM_WORDS)
     raise explained
 
 
-@overload
-def stream_parts(
-    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
-) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
-@overload
-def stream_parts(
-    f: ValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[PartsOptions]
-) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
-@overload
-def stream_parts(
-    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
-) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
-@overload
-def stream_parts(
-    f: KeyedValidBody[Carry, Any, Y], init: Carry, source: Any = None, **options: Unpack[KeyedParts]
-) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
-@verb
-def stream_parts(
-    f: Callable[..., Any],
-    init: PyTree,
-    source: Any = None,
-    *,
-    chunk: int,
-    **options: Any,
-) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
-    """Gives the parts of a `treescan.stream` to a `for` loop, each while the next one runs.
-
-    Nothing runs before the first part is asked for. A loop that is left early ends the run: the thread that reads ends,
-    and checkpoints stay. A checkpoint counts a part when the loop asks for the next one.
-
-    Args:
-        f: the body, `f(carry, x) -> (carry, y)`.
-        init: the carry that the first step receives.
-        source: what is scanned over.
-        chunk: the number of steps of a part.
-        **options: those of `treescan.stream`, except `on_part`.
-
-    Returns:
-        A generator of `treescan.Part`. What `treescan.stream` returns is the value of its `StopIteration`. A run that a
-        checkpoint says is finished has no further parts.
-
-    Raises:
-        ArgumentError: as `treescan.stream`.
-        BodyError: as `treescan.scan`.
-        CarryError: as `treescan.scan`.
-        CheckpointError: as `treescan.stream`.
-        NonFiniteError: if `check_finite` finds something.
-        SignatureError: as `treescan.scan`.
-        TracedArgumentError: as `treescan.stream`.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import treescan
-        >>> def step(total, x):
-        ...     return total + x, total
-        >>> for part in treescan.stream_parts(
-        ...     step, jnp.float32(0), jnp.arange(5.0), chunk=2
-        ... ):
-        ...     print(part.start, part.ys, part.carry)
-        0 [0. 0.] 1.0
-        2 [1. 3.] 6.0
-        4 [6.] 10.0
-    """
-    try:
-        check_options(options, _ACCEPTED, {"on_part": "the loop over its parts is there in its place."} | _REFUSES)
-        of_scan = {name: options.pop(name) for name in _OF_SCAN & options.keys()}
-        run = _run_of(f, init, source, chunk, options=of_scan, **options)
-        return _explained(run, f, init)
-    except Exception as error:
-        explained = explain(error, "stream_parts", f, init, STREAM_WORDS)
-    raise explained
-
-
-_ACCEPTED = frozenset((*StreamOptions.__annotations__, "key", "save")) - {"chunk"}
-_OF_SCAN = frozenset(("reverse", "unroll", "key", "save", "name"))
+_ACCEPTED = frozenset((*StreamOptions.__annotations__, "key", "save", "on_part", "parts", "source"))
 
 
 def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
     try:
         return (yield from run.parts())
     except Exception as error:
-        explained = explain(error, "stream_parts", f, init, STREAM_WORDS)
+        explained = explain(error, "stream", f, init, STREAM_WORDS)
     raise explained
 
 
@@ -316,24 +278,23 @@ def _run_of(
     f: Callable[..., Any],
     init: PyTree,
     source: Any,
-    chunk: int,
-    length: int | None = None,
-    lengths: ArrayLike | None = None,
-    remainder: Literal["run", "mask"] = "run",
-    checkpoint: CheckpointLike = None,
-    prefetch: int = 1,
-    donate: bool = False,
-    progress: ProgressLike = None,
-    check_finite: bool = False,
-    options: dict[str, Any] | None = None,
+    part: int,
+    length: int | None,
+    lengths: ArrayLike | None,
+    remainder: Literal["run", "mask"],
+    checkpoint: CheckpointLike,
+    prefetch: int,
+    donate: bool,
+    progress: ProgressLike,
+    check_finite: bool,
+    options: dict[str, Any],
 ) -> Run:
     """Checks the arguments of a stream."""
-    options = {} if options is None else options
     refuse_tracers(init, source)
     body, alive = body_of(f, STREAM)
-    chunk = expect_int(chunk, "chunk", "It is the number of steps of a part.", least=1, small="A part has steps.")
-    parts = source_of(source, check_length(length), chunk, reverse=check_reverse(options.get("reverse", False)))
-    keeps = check_save_of(options.get("save", "all"), parts)
+    part = expect_int(part, "part", "It is the number of steps of a part.", least=1, small="A part has steps.")
+    parts = source_of(source, check_length(length), part, reverse=check_reverse(options["reverse"]))
+    keeps = check_save_of(options["save"], parts)
     expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
     expect(remainder in ("run", "mask"), "remainder", '"run" or "mask"', remainder, _REMAINDERS)
@@ -341,9 +302,9 @@ def _run_of(
     given = lengths_of(lengths, parts, body, masks=remainder == "mask")
 
     def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
-        part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
+        at: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
         carry, ys = run_scan(
-            STREAM, alive, carry, xs, steps, check_finite=check_finite, progress=False, **part, **options
+            STREAM, alive, carry, xs, steps, check_finite=check_finite, progress=False, **at, **options
         )
         return carry, ys
 
@@ -358,12 +319,12 @@ def _run_of(
     if checkpoint is not None:
         from .checkpoint import folder_of
 
-        asked = {"reverse": False, "key": None, "save": "all"}
-        asked |= {name: options[name] for name in asked.keys() & options.keys()}
+        asked = {name: options[name] for name in ("reverse", "key", "save")}
         rows = {"lengths": None if lengths is None else given, "masked": given is not None}
-        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, **rows, **asked)
+        folder = folder_of(checkpoint, init, part=parts.part, length=parts.length, **rows, **asked)
     return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
 
 
+_PARTS = "True gives the parts to a `for` loop. The number of steps of a part is `part`."
 _REMAINDERS = "The last part, if it has fewer steps, is run as a program of its own, or padded and masked."
 _NO_REPORT = "True checks the carry after each step of a part."

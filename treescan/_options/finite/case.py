@@ -147,7 +147,7 @@ def last_nonfinite() -> NonFinite | None:
         >>> xs = jnp.array([1.0, 2.0, -9.0, 1.0])
         >>> try:
         ...     h = treescan.fold(step, jnp.float32(1.0), xs, check_finite=True)
-        ... except treescan.NonFiniteError:
+        ... except treescan.errors.NonFiniteError:
         ...     record = treescan.last_nonfinite()
         >>> print(record.step, record.operation, step(record.carry, record.x))
         2 log nan

@@ -270,7 +270,7 @@ class FiniteReport(NamedTuple):
         False 2
         >>> try:
         ...     report.check()
-        ... except treescan.NonFiniteError:
+        ... except treescan.errors.NonFiniteError:
         ...     print(treescan.last_nonfinite().operation)
         log
     """

@@ -45,7 +45,7 @@ class AbstractProgressMeter(abc.ABC):
         >>> import jax
         >>> import treescan
         >>> @dataclasses.dataclass(frozen=True)
-        ... class Log(treescan.AbstractProgressMeter):
+        ... class Log(treescan.meters.AbstractProgressMeter):
         ...     def init(self, label, total):
         ...         print(f"{label}: {total} steps")
         ...
@@ -54,7 +54,7 @@ class AbstractProgressMeter(abc.ABC):
         ...
         ...     def close(self, bar):
         ...         print("done")
-        >>> progress = treescan.Progress("count", updates=2, meter=Log())
+        >>> progress = treescan.meters.Progress("count", updates=2, meter=Log())
         >>> total = treescan.fori(0, 4, lambda i, n: n + i, 0, progress=progress)
         count: 4 steps
         2 {}
@@ -93,8 +93,11 @@ class Progress:
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> progress = treescan.Progress(
-        ...     "decay", show=lambda h: {"h": h}, updates=10, meter=treescan.Text()
+        >>> progress = treescan.meters.Progress(
+        ...     "decay",
+        ...     show=lambda h: {"h": h},
+        ...     updates=10,
+        ...     meter=treescan.meters.Text(),
         ... )
         >>> h = treescan.fold(
         ...     lambda h, x: h * x, 1.0, jnp.full(100, 0.5), progress=progress
@@ -124,7 +127,7 @@ class Tqdm(AbstractProgressMeter):
 
     Examples:
         >>> import treescan
-        >>> progress = treescan.Progress("train", meter=treescan.Tqdm())
+        >>> progress = treescan.meters.Progress("train", meter=treescan.meters.Tqdm())
     """
 
     def init(self, label: str, total: int | None) -> Any:
@@ -162,7 +165,7 @@ class Text(AbstractProgressMeter):
 
     Examples:
         >>> import treescan
-        >>> progress = treescan.Progress("train", meter=treescan.Text())
+        >>> progress = treescan.meters.Progress("train", meter=treescan.meters.Text())
     """
 
     def init(self, label: str, total: int | None) -> Any:

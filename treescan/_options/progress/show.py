@@ -61,10 +61,10 @@ def check_settings(progress: Any) -> Progress | None:
     if progress is True or isinstance(progress, str):
         progress = Progress(None if progress is True else progress)
     bars = (
-        '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often it '
-        "moves, and what is printed next to it."
+        '`progress="train"` shows a bar with that label. `treescan.meters.Progress("train", updates=20)` sets how '
+        "often it moves, and what is printed next to it."
     )
-    kinds = "True, a label, a `treescan.Progress` or None"
+    kinds = "True, a label, a `treescan.meters.Progress` or None"
     expect(isinstance(progress, Progress), "progress", kinds, progress, bars)
     label, show, updates = progress.label, progress.show, exact_int(progress.updates)
     is_label, is_count = label is None or isinstance(label, str), updates is not None and updates >= 1
@@ -88,11 +88,11 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     cure = (
         f"Pass an instance: `meter={meter.__name__}()`."
         if isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
-        else "`treescan.Tqdm()` and `treescan.Text()` are there. A class of your own has the methods `init`, `step` "
-        "and `close`."
+        else "`treescan.meters.Tqdm()` and `treescan.meters.Text()` are there. A class of your own has the methods "
+        "`init`, `step` and `close`."
     )
     is_meter = isinstance(meter, AbstractProgressMeter)
-    expect_field(is_meter, "meter", "must be a `treescan.AbstractProgressMeter`", meter, cure)
+    expect_field(is_meter, "meter", "must be a `treescan.meters.AbstractProgressMeter`", meter, cure)
     assert isinstance(meter, AbstractProgressMeter)
     try:
         hash(meter)
@@ -104,7 +104,7 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     if isinstance(meter, Tqdm) and not has_tqdm():
         raise Misuse(
             "{call}: the meter is `Tqdm()`, but tqdm is not installed.",
-            "`pip install tqdm` installs it. `treescan.Text()` needs nothing.",
+            "`pip install tqdm` installs it. `treescan.meters.Text()` needs nothing.",
         )
     return meter
 
