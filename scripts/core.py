@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lib"))
 
-from modules import PACKAGE, modules, own_imports
+from modules import PACKAGE, module_of, modules, own_imports
 
 sys.path.pop(0)
 

@@ -40,6 +40,18 @@ def test_the_site_keeps_to_its_size() -> None:
     assert words <= 50_000, f"{words} words, code and outputs among them: say something in fewer"
 
 
+def test_files_that_pages_name_are_there() -> None:
+    """A path in code is one of the repository or of the package, and a bare name on the pages about these too."""
+    named = re.compile(r"`((?:[\w.-]+/)*(?:[\w.-]+\.(?:py|md|txt|json|svg|npz)|_\w+/))`")
+    missing = set[tuple[str, str]]()
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for path in named.findall(page.read_text()):
+            is_of_a_reader = "/" not in path and page.stem not in ("design", "layout", "CONTRIBUTING")
+            if not is_of_a_reader and not any((place / path).exists() for place in (ROOT, ROOT / "treescan")):
+                missing.add((page.name, path))
+    assert not missing
+
+
 def test_the_navigation_names_pages_by_their_titles() -> None:
     assert NAV
     entries = re.findall(r"^ +- (?:(.+): )?(\S+\.md)$", NAV[1], re.MULTILINE)
