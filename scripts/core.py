@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "lib"))
 
-from modules import PACKAGE, module_of, modules, own_imports
+from modules import PACKAGE, modules, own_imports
 
 sys.path.pop(0)
 
@@ -84,7 +84,7 @@ def copied(*, ends_early: bool = False, options: bool = False) -> list[str]:
 
 
 def table(modules: list[str], total: list[str] | None = None) -> list[str]:
-    """The files of some modules that have code, with their lines; and how many there are, or how many of more modules."""
+    """The files of some modules that have code, with their lines; and how many there are, or are of more modules."""
     rows = [
         (file_of(module).relative_to(PACKAGE).as_posix(), count) for module in modules if (count := lines_of(module))
     ]

@@ -22,7 +22,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from core import lines_of, module_of
+from core import lines_of
 from draw_front import ASSETS, front_files, ragged
 from draw_guides import axes, bar, curve, held, nan, packing, resets, turns
 from draw_padding import compact, skipped
@@ -418,7 +418,8 @@ def folders() -> str:
 def _sizes_of(*places: Path) -> list[int]:
     """The lines of code of each file that has some, in folders and of single files."""
     found = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])]
-    return [lines for file in found if (lines := lines_of(module_of(file)))]
+    modules = (".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for file in found)
+    return [lines for module in modules if (lines := lines_of(module))]
 
 
 def _first_sentence(file: Path) -> str:

@@ -130,15 +130,15 @@ def page() -> str:
     order = list(dict.fromkeys([SHOWN[0], *shown["`mask_scan`"], *shown["its gradient"]]))
     assert sorted(order) == sorted(SHOWN), "a function that is shown does not run"
     lines = [
-        "| function | what it does | " + " | ".join(found) + " |",
-        "|---|---|" + "--:|" * len(found),
+        "| function, and what it does | " + " | ".join(found) + " |",
+        "|---|" + "--:|" * len(found),
         *(
-            f"| `{name.replace(':', '`<br>`')}` | {does(name)} "
+            f"| `{name.replace(':', ' ')}`<br>{does(name)} "
             f"| {' | '.join(str(orders[verb].get(name, '')) for verb in found)} |"
             for name in order
         ),
-        f"| files that it enters | | {' | '.join(str(len(walk.files)) for walk in found.values())} |",
-        f"| calls of functions, about | | {' | '.join(f'{50 * round(walk.calls / 50):,}' for walk in found.values())} |",
+        f"| files that it enters | {' | '.join(str(len(walk.files)) for walk in found.values())} |",
+        f"| calls of functions, about | {' | '.join(f'{50 * round(walk.calls / 50):,}' for walk in found.values())} |",
     ]
     return "\n".join(lines) + "\n"
 
