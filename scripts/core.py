@@ -1,7 +1,7 @@
 """Prints which files make `scan`, `mask_scan` and `scan_layers` alone, or copies them into a project.
 
 `python scripts/core.py FOLDER` copies the core into a folder of any name, which is then a package.
-`python scripts/core.py FOLDER --options` also copies what the options need.
+`python scripts/core.py FOLDER --while` also copies `while_scan`, and `--options` what the options need.
 
 A verb's core are the files that are imported at the head of its own, and at the heads of these. What a function imports
 is needed for an option, or makes the loop faster (`treescan.rewriting`).
@@ -20,6 +20,8 @@ from modules import PACKAGE, modules, own_imports
 sys.path.pop(0)
 
 VERBS = ("_verbs.scan", "_verbs.mask_scan", "_verbs.layers")
+ENDS_EARLY = ("_verbs.while_scan", "_until.condition", "_until.end_early")
+"""`while_scan`, and what it imports when it is called."""
 SURROUNDINGS = ("_body.modules", "_trace.raw_keys")
 """What functions of the core import not for an option, but where flax is imported, or for a flag of JAX or treescan."""
 
@@ -61,9 +63,9 @@ def closure(modules: tuple[str, ...], imports: Callable[[str], Iterator[str]]) -
     return sorted(found)
 
 
-def core() -> list[str]:
-    """The modules that are loaded with the three verbs."""
-    return closure(VERBS, imported_at_the_head)
+def core(*more: str) -> list[str]:
+    """The modules that are loaded with the three verbs, and with some more."""
+    return closure((*VERBS, *more), imported_at_the_head)
 
 
 def late() -> list[str]:
@@ -72,38 +74,49 @@ def late() -> list[str]:
     head = {module: set(imported_at_the_head(module)) for module in there}
     verbs = [module for module in there if file_of(module).name != "__init__.py"]  # heads of packages list public names
     first = {each for module in verbs for each in set(own_imports(module)) - head[module]}
-    return [module for module in closure(tuple(first), imported_at_the_head) if module not in there]
+    return [module for module in core(*first) if module not in there]
+
+
+def copied(*, ends_early: bool = False, options: bool = False) -> list[str]:
+    """The modules of a copy: the core, what it needs in any program, and what its functions import for options."""
+    more = core(*SURROUNDINGS, *(ENDS_EARLY if ends_early else ()))
+    return sorted({*more, *(late() if options else ())})
+
+
+def table(modules: list[str], total: list[str] | None = None) -> list[str]:
+    """The files of some modules that have code, with their lines; and how many there are, or are of more modules."""
+    rows = [
+        (file_of(module).relative_to(PACKAGE).as_posix(), count) for module in modules if (count := lines_of(module))
+    ]
+    counts = [count for module in total or modules if (count := lines_of(module))]
+    return [
+        "| file | lines |",
+        "|---|--:|",
+        *(f"| `{name}` | {count} |" for name, count in rows),
+        f"| all {len(counts)} | {sum(counts):,} |",
+        "",
+    ]
 
 
 def page() -> str:
-    """The files of the core with their lines of code, and those that its functions import."""
-    rows = [(module, lines_of(module)) for module in core()]
-    rest = [(module, lines_of(module)) for module in late()]
-
-    def table(found: list[tuple[str, int]]) -> list[str]:
-        name = lambda module: file_of(module).relative_to(PACKAGE).as_posix()  # noqa: E731
-        return [f"| `{name(module)}` | {count} |" for module, count in found if count]
-
-    head = ["| file | lines |", "|---|--:|"]
+    """The files of the core with their lines of code, those of `while_scan`, and those that functions import."""
+    there, early = core(), core(*ENDS_EARLY)
     return "\n".join(
         [
-            *head,
-            *table(rows),
-            f"| all {len(table(rows))} | {sum(n for _, n in rows):,} |",
+            *table(there),
+            "`while_scan` adds these (`--while`):",
             "",
-            "What an option needs, or what makes a loop faster, is imported by a function of these:",
+            *table([module for module in early if module not in there], early),
+            "What an option needs, or what makes a loop faster, is imported by a function of these (`--options`):",
             "",
-            *head,
-            *table(rest),
-            f"| all {len(table(rest))} | {sum(n for _, n in rest):,} |",
-            "",
+            *table(late()),
         ]
     )
 
 
-def copy(folder: Path, *, options: bool = False) -> None:
-    """Copies the core into a folder, with what it needs in any program, and what its functions import for options."""
-    for module in closure((*VERBS, *SURROUNDINGS), imported_at_the_head) + (late() if options else []):
+def copy(folder: Path, *, ends_early: bool = False, options: bool = False) -> None:
+    """Copies the modules of a copy into a folder."""
+    for module in copied(ends_early=ends_early, options=options):
         file = file_of(module)
         place = folder / file.relative_to(PACKAGE)
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -114,11 +127,9 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case []:
             print(page(), end="")  # noqa: T201
-        case [folder] if not folder.startswith("-"):
-            copy(Path(folder))
-        case [folder, "--options"] if not folder.startswith("-"):
-            copy(Path(folder), options=True)
         case ["--help"]:
             print(__doc__)  # noqa: T201
+        case [folder, *flags] if not folder.startswith("-") and set(flags) <= {"--while", "--options"}:
+            copy(Path(folder), ends_early="--while" in flags, options="--options" in flags)
         case _:
             sys.exit(__doc__)

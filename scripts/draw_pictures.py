@@ -22,6 +22,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from core import lines_of
 from draw_front import ASSETS, front_files, ragged
 from draw_guides import axes, bar, curve, held, nan, packing, resets, turns
 from draw_padding import compact, skipped
@@ -392,12 +393,44 @@ QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # and t
 )
 
 
+def folders() -> str:
+    """The parts of the house, each with its folders from the top down, and with their sizes."""
+    core = tuple(line for _, lines in FLOORS[:-1] for line in lines)
+    rows, counts = ["| folder | what it is | files | lines of code |", "|---|---|--:|--:|"], list[int]()
+    for part, lines in (("the core", core), *BESIDE, FLOORS[-1]):
+        roots = re.findall(r"\w+", " ".join(lines))[::-1]
+        inside = [root for root in roots if (PACKAGE / root).is_dir()]
+        single = [PACKAGE / f"{root}.py" for root in roots if root not in inside]
+        own = _sizes_of(*(PACKAGE / root for root in inside), *single)
+        rows.append(f"| **{part}** | | {len(own)} | **{sum(own):,}** |")
+        for root in inside:
+            found = _sizes_of(PACKAGE / root)
+            rows.append(
+                f"| `{root}/` | {_first_sentence(PACKAGE / root / '__init__.py')} | {len(found)} | {sum(found):,} |"
+            )
+        if single:
+            names, found = ", ".join(f"`{file.name}`" for file in single), _sizes_of(*single)
+            rows.append(f"| | {names} | {len(found)} | {sum(found):,} |")
+        counts += own
+    return "\n".join([*rows, f"| **all** | | {len(counts)} | **{sum(counts):,}** |"]) + "\n"
+
+
+def _sizes_of(*places: Path) -> list[int]:
+    """The lines of code of each file that has some, in folders and of single files."""
+    found = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])]
+    modules = (".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__") for file in found)
+    return [lines for module in modules if (lines := lines_of(module))]
+
+
+def _first_sentence(file: Path) -> str:
+    return (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+
+
 def files() -> str:
     """Every file of the package with its thought: the first line of its docstring."""
     lines = []
     for file in sorted(PACKAGE.rglob("*.py"), key=_place_of):
-        sentence = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].replace("\n", " ")
-        lines.append(f"- `{file.relative_to(PACKAGE)}`: {sentence}")
+        lines.append(f"- `{file.relative_to(PACKAGE)}`: {_first_sentence(file)}")
     return "\n".join(lines) + "\n"
 
 
@@ -460,6 +493,7 @@ def main() -> None:
         (DIRECTORY / f"{picture.name}.svg").write_text(str(picture))
     (DIRECTORY / "transforms.md").write_text(table())
     (DIRECTORY / "files.md").write_text(files())
+    (DIRECTORY / "folders.md").write_text(folders())
     (DIRECTORY / "walk.md").write_text(walk())
     for name, text in front_files().items():
         (ASSETS / name).write_text(text)

@@ -31,6 +31,7 @@ import treescan
 import treescan.carries
 import treescan.integrations.flax
 import treescan.integrations.nnx
+import treescan.options
 import treescan.testing
 from scripts import printed, script
 from treescan.__main__ import main
@@ -140,6 +141,7 @@ PUBLIC = {
     "treescan": public(treescan),
     **{f"treescan.{name}": public(getattr(treescan, name)) for name in SUBMODULES},
     "treescan.errors": {name: value for name, value in public(treescan.errors).items() if name != "TreescanError"},
+    "treescan.options": {name: getattr(treescan.options, name) for name in treescan.options.__all__},
     "treescan.testing": {"check_carry": treescan.testing.check_carry},
     "treescan.integrations.flax": public(treescan.integrations.flax),
     "treescan.integrations.nnx": {name: getattr(treescan.integrations.nnx, name) for name in ("scan", "ModuleCarry")},

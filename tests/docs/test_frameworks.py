@@ -4,6 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
 from modules import CALLS
 
 from scripts import ROOT, printed, script
@@ -15,10 +16,18 @@ import sys
 import jax
 import jax.numpy as jnp
 {CALLS.replace("from treescan", "from mylib.loops")}
-if sys.argv[1:]:
+if "options" in sys.argv:
     jax.eval_shape(jax.grad(lambda h: scan(step, h, xs, remat="nested", save="last")[0].sum()), h)
 assert "treescan" not in sys.modules
 """
+UNTIL = """
+from mylib.loops import while_scan
+for stops in (lambda h: h.sum() < 9, lambda h: h[:, 0] < 0.9):
+    squares = jax.value_and_grad(lambda h: (while_scan(stops, step, h, xs).carry ** 2).sum())
+    assert squares(h + 0.5)[0] == jax.jit(squares)(h + 0.5)[0] > 0
+    assert (squares(h + 0.5)[1] > 0).all()
+"""
+EVERYTHING = {"ends_early": True, "options": True}
 
 
 def test_its_facts_are_those_of_the_project() -> None:
@@ -48,20 +57,20 @@ def test_its_figures_are_those_of_the_results() -> None:
 
 def test_the_core_is_as_large_as_the_page_says() -> None:
     core = script("core")
-    files = [module for module in core.core() if core.lines_of(module)]
-    written = re.search(r"has\s+(\d+) files with about ([\d,]+) lines", PAGE)
-    assert written
-    assert int(written[1]) == len(files)
-    assert abs(int(written[2].replace(",", "")) - sum(map(core.lines_of, files))) < 100
-    copied = core.closure((*core.VERBS, *core.SURROUNDINGS), core.imported_at_the_head)
-    assert f"the command below writes {len(copied)}" in PAGE
+    rows = re.findall(r"\| ([\d,]+) files, of which (\d+) hold code \| ([\d,]+) \|", PAGE)
+    for (files, with_code, lines), flags in zip(rows, ({}, {"ends_early": True}, EVERYTHING), strict=True):
+        copied = core.copied(**flags)
+        counts = [count for module in copied if (count := core.lines_of(module))]
+        assert (int(files), int(with_code)) == (len(copied), len(counts))
+        assert abs(int(lines.replace(",", "")) - sum(counts)) <= 100
+    assert sum(map(core.lines_of, core.copied(ends_early=True))) <= 9_500
 
 
-def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
-    core = script("core")
-    for folder, options in (("core", []), ("whole", ["--options"])):
-        place = tmp_path / folder / "mylib" / "loops"
-        core.copy(place, options=bool(options))
-        flags = {} if options else {"TREESCAN_REWRITE": "0"}
-        use = USE if options else f"import flax.linen\n{USE}"  # the core alone looks after modules of flax
-        printed("-c", use, *options, cwd=place.parents[1], PYTHONPATH=str(place.parents[1]), **flags)
+@pytest.mark.parametrize(
+    ("flags", "rewrites"), [({}, "0"), ({"ends_early": True}, "0"), (EVERYTHING, "1")], ids=["core", "while", "all"]
+)
+def test_the_core_can_be_copied_under_another_name(flags: dict[str, bool], rewrites: str, tmp_path: Path) -> None:
+    script("core").copy(tmp_path / "mylib" / "loops", **flags)
+    linen = [] if "options" in flags else ["import flax.linen"]  # the core alone looks after modules of flax
+    program = "\n".join([*linen, USE, *([UNTIL] if "ends_early" in flags else ())])
+    printed("-c", program, *flags, cwd=tmp_path, PYTHONPATH=str(tmp_path), TREESCAN_REWRITE=rewrites)

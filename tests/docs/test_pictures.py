@@ -114,7 +114,10 @@ def test_the_house_stands() -> None:
         assert max(floors, default=0) <= DRAW.floor_of(module)
 
 
-@pytest.mark.parametrize(("name", "drawn"), [("transforms", DRAW.table), ("files", DRAW.files), ("walk", DRAW.walk)])
+TABLES = [("transforms", DRAW.table), ("files", DRAW.files), ("folders", DRAW.folders), ("walk", DRAW.walk)]
+
+
+@pytest.mark.parametrize(("name", "drawn"), TABLES)
 def test_a_table_is_read_off_the_package_and_the_map_off_what_runs(name: str, drawn: Callable[[], str]) -> None:
     if name == "walk" and jax.__version__ != RELEASE:
         pytest.skip(f"the map is of jax {RELEASE}: other releases call back in another order")

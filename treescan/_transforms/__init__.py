@@ -1,1 +1,1 @@
-"""Transforms: each file holds one option, as a function from Loop to Loop with its checks and its Step."""
+"""What a transform of a loop is, and the program of a call: its loop through all transforms."""

@@ -33,7 +33,7 @@ from .._remat.checkpoint import (
 )
 from .._rows.leaves import ORDER, make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from .._rows.mask import masked_step
-from .._trace.hoist import instantiated, smooth_part, zeros_like
+from .._trace.hoist import instantiated, is_rewriting, smooth_part, zeros_like
 from .._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from .._trace.transposed import mapped_later
 from .._tree import Part
@@ -337,12 +337,15 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     # Without rows, all of a chunk is masked, or nothing.
     whole = loop if taken.ndim or not branches else dataclasses.replace(loop, step=masked_step(loop.step, masks=False))
     recomputes = plan.remat is not None or plan.inner or not rules or not taken.ndim
+    every: Step
     if recomputes:
-        every: Step = recomputed_chunk(whole, outputs, plan)
+        every = recomputed_chunk(whole, outputs, plan)
     else:
-        from .._faster.in_bulk import in_bulk
+        every = run_chunk(whole, outputs, size)
+        if is_rewriting():
+            from .._faster.in_bulk import in_bulk
 
-        every = in_bulk(run_chunk(whole, outputs, size))
+            every = in_bulk(every)
     if not branches:
         none = jnp.zeros(loop.length // size, jnp.int32)
         return Ways((_Fed(every),), none, group(valid, size), None)

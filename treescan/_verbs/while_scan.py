@@ -39,7 +39,7 @@ from .._types import (
     X,
     Y,
 )
-from .options import checking, recording, showing
+from .options import checking, recomputing, recording, showing
 from .prepare import prepare, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
@@ -220,14 +220,13 @@ def while_scan(
     """
     try:
         # Here, not above: only loops that end early load what runs them.
-        from .._remat.remat import Recompute, check_remat
         from .._until.condition import check_condition
         from .._until.end_early import EndEarly, refusing_forward_mode
 
         check_options(options, _ACCEPTED, _REFUSES)
         check_condition(cond)
         refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
-        plan, out_axes = check_remat(remat), options.pop("out_axes", 0)
+        plan, out_axes = _check_remat(remat), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
         rows, condition = row_axes(carry_axes, x_axes, y_axes), Body.of(cond)
@@ -242,7 +241,7 @@ def while_scan(
                 Mask.of(filled),
                 recording(save),
                 KeepRows.of(check_save(save), filled),
-                Recompute.of(plan),
+                recomputing(plan),
                 showing(progress, call),
             )
         found = WhileResult(result.state, result.ys, result.steps, result.stopped)
@@ -250,6 +249,14 @@ def while_scan(
     except Exception as error:
         explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained
+
+
+def _check_remat(remat: RematLike | None) -> RematLike | None:
+    if remat is None:
+        return None
+    from .._remat.remat import check_remat
+
+    return check_remat(remat)
 
 
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:

@@ -1,6 +1,6 @@
 """`progress`: reports after each chunk how far the loop has come, so that no step has a branch.
 
-Reports are callbacks that JAX neither differentiates nor repeats: the gradient has none (`_loop/reports.py`).
+Reports are callbacks that JAX neither differentiates nor repeats, so the gradient has none (`meters.py`).
 """
 
 from __future__ import annotations
