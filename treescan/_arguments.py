@@ -72,7 +72,7 @@ def check_reverse(reverse: Any) -> bool:
     return bool(reverse)
 
 
-def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, Any]:
+def check_run(length: int, reverse: Any, unroll: Any) -> dict[str, Any]:
     """How a loop of so many steps runs, as arguments of a `Call`. An `unroll` of 0 or True unrolls the whole loop."""
     checked = {"length": length, "reverse": check_reverse(reverse)}
     if isinstance(unroll, bool | np.bool_):
@@ -88,10 +88,7 @@ def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, An
             small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
             error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
         )
-    if not (name is None or isinstance(name, str)):
-        profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
-        expect(False, "name", "a string", name, profilers)
-    return {**checked, "unroll": unroll, "name": name}
+    return {**checked, "unroll": unroll}
 
 
 _TRACED_LENGTH = (

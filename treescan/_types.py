@@ -219,7 +219,6 @@ class ScanOptions(OutputOptions, PartOption, total=False):
     in_axes: Axes
     remat: RematLike | None
     truncate: int | None
-    name: str | None
     progress: ProgressLike
     check_finite: bool
     options: Sequence[Option]
@@ -233,7 +232,6 @@ class ChunkOptions(TypedDict, total=False):
     reduce: Literal["sum"] | None
     remat: RematLike | None
     unroll: int | bool
-    name: str | None
     progress: ProgressLike
 
 
@@ -246,7 +244,6 @@ class IndexOptions(TypedDict, total=False):
 
     reverse: bool
     unroll: int | bool
-    name: str | None
     check_finite: bool
 
 

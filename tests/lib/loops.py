@@ -245,7 +245,6 @@ OPTIONS = {
     "out_axes": Option(plain, over(treescan.scan, out_axes=1), 1),
     "key": Option(keyed, over(treescan.scan, key=jax.random.key(0)), 2),
     "raw_key": Option(keyed, over(treescan.scan, key=jax.random.PRNGKey(0)), 2),
-    "name": Option(plain, over(treescan.scan, name="cell"), 1),
     "fold": Option(folded, over(treescan.fold), 1),
     "accumulate": Option(folded, over(treescan.accumulate), 1),
     "fori": Option(indexed, over_indices(), 1),

@@ -156,6 +156,27 @@ def test_misspelt_fields(kind: Any, field: str, advice: str) -> None:
     assert str(caught.value).split("\n\n  ") == [f"`{kind.__name__}` has no option `{field}`.", f"{advice}\n"]
 
 
+FORMER: dict[str, tuple[str, str, tuple[Callable[..., Any], ...]]] = {
+    "name": (
+        "has no option",
+        'Write the call in a `jax.named_scope`: `with jax.named_scope("..."):`.',
+        (scan, fold, mask_scan, scan_layers, fold_layers, treescan.accumulate, treescan.stream, treescan.chunk_map),
+    ),
+}
+
+
+@pytest.mark.parametrize(("option", "verb"), [(each, verb) for each, (*_, verbs) in FORMER.items() for verb in verbs])
+def test_options_of_earlier_versions(option: str, verb: Callable[..., Any]) -> None:
+    given = {treescan.stream: {"chunk": 2}, treescan.chunk_map: {"chunk_size": 2}}.get(verb, {})
+    operands = (XS,) if verb is treescan.chunk_map else (H, XS)
+    says, cure, _ = FORMER[option]
+    with pytest.raises(treescan.TreescanError) as caught:
+        verb(scanned, *operands, **given, **{option: 1})
+    headline, advice = " ".join(str(caught.value).split("\n\n")[0].split()), str(caught.value).split("\n\n")[1]
+    assert f"{says} `{option}`" in headline
+    assert " ".join(advice.split()) == cure
+
+
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import loops
 import pytest
 from jaxprs import equations, num_consts, shapes
-from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over, plain
+from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over
 from thin import parametrize
 
 import treescan
@@ -111,17 +111,6 @@ def test_jaxpr_is_lax_scans(program):
 def test_jaxpr_of_no_steps_and_of_one_is_lax_scans(case):
     for steps in (0, 1):
         assert_same((case.body, case.init, case.make_xs(steps)), no_transform, {})
-
-
-def test_name_is_no_operation_and_stands_in_the_profile():
-    init, xs = arrays()
-    jaxprs = (
-        jax.make_jaxpr(lambda init, xs, scan=scan: scan(plain, init, xs))(init, xs)
-        for scan in (functools.partial(treescan.scan, name="cell"), jax.lax.scan)
-    )
-    assert len(set(map(str, jaxprs))) == 1
-    lowered = jax.jit(lambda init, xs: treescan.scan(plain, init, xs, name="cell")).lower(init, xs)
-    assert "/cell/" in lowered.as_text(debug_info=True)
 
 
 # What is off leaves no trace.

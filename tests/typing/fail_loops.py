@@ -105,11 +105,11 @@ mask_scan(valid_step, init, xs, lengths=lengths, key=key)  # error
 
 # Options.
 
-scan(step, init, xs, length=3, reverse=True, unroll=2, name="loop")
+scan(step, init, xs, length=3, reverse=True, unroll=2)
 scan(step, init, xs, length=3.0)  # error
 scan(step, init, xs, reverse=1)  # error
 scan(step, init, xs, unroll=2.0)  # error
-scan(step, init, xs, name=3)  # error
+scan(step, init, xs, name="loop")  # error
 scan(step, init, xs, reversed=True)  # error
 scan(step, init, xs, lengths=lengths)  # error
 scan(step, init, xs, None, False, 1, 0)  # error

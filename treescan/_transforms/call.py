@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from .._avals import Array, PyTree
@@ -35,7 +33,6 @@ class Call:
         frozen: whether init, xs or args hold static leaves.
         custom: the classes of the custom carries that init holds.
         sees_valid: whether the body takes `valid`.
-        name: the profiler's name for the loop.
         lowering: further keyword arguments of `jax.lax.scan`.
         others: the calls of blocks that take turns with this one, in order after it. The xs are then a tuple.
     """
@@ -48,7 +45,6 @@ class Call:
     frozen: bool = False
     custom: tuple[type, ...] = ()
     sees_valid: bool = False
-    name: str | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
     others: tuple[Call, ...] = ()
 
@@ -97,10 +93,6 @@ class Call:
             lowering=Lowering(self.reverse, self.unroll, self.lowering),
             given=Arguments(None, rows=given.rows, bounds=given.bounds, offset=given.offset),
         )
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, the profiler sees the loop's name."""
-        return jax.named_scope(self.name) if self.name else contextlib.nullcontext()
 
 
 class Arguments(NamedTuple):

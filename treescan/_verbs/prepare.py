@@ -200,7 +200,6 @@ def prepare(
     in_axes: Axes = 0,
     key: Array | None = None,
     offset: ArrayLike | None = None,
-    name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
     options: Sequence[Option] = (),
@@ -219,7 +218,6 @@ def prepare(
         in_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
         offset: as for `treescan.scan`.
-        name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
         options: as for `treescan.scan`.
@@ -246,7 +244,7 @@ def prepare(
         custom=adopted.custom,
         sees_valid=sees_valid,
         lowering=lowering,
-        **check_run(steps, reverse, unroll, name),
+        **check_run(steps, reverse, unroll),
     )
     given = Arguments(frozen_init, frozen_xs, key, offset=None if offset is None else first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive, options=options)

@@ -126,7 +126,6 @@ def stream(
     donate: bool | None = None,
     progress: ProgressLike = None,
     check_finite: bool = False,
-    name: str | None = None,
     **unknown: Any,
 ) -> tuple[Any, Any]:
     """Scans over a source that need not fit into memory, in parts of `chunk` steps.
@@ -197,7 +196,7 @@ def stream(
         check_options(unknown, _ACCEPTED | {"chunk", "on_part", "source"}, _REFUSES)
         expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
         donate = on_part is None if donate is None else donate
-        options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
+        options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save}
         run = _run_of(
             f,
             init,
@@ -301,7 +300,7 @@ def stream_parts(
 
 
 _ACCEPTED = frozenset((*StreamOptions.__annotations__, "key", "save")) - {"chunk"}
-_OF_SCAN = frozenset(("reverse", "unroll", "key", "save", "name"))
+_OF_SCAN = frozenset(("reverse", "unroll", "key", "save"))
 
 
 def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
