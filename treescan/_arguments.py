@@ -128,9 +128,9 @@ def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None
     if type(in_axes) is int and in_axes == 0:
         return None
     if xs is None:
-        raise Misuse("{call}: `in_axes` is for xs, but there are none.", "Leave it out.")
-    axes = spread_axes("in_axes", in_axes, xs, root, none=True)
-    check_axes("in_axes", axes, xs, root)
+        raise Misuse("{call}: `{in_axes}` is for xs, but there are none.", "Leave it out.")
+    axes = spread_axes("{in_axes}", in_axes, xs, root, none=True)
+    check_axes("{in_axes}", axes, xs, root)
     if not any(axes) and None not in axes:
         return None
     ranks = [len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(xs)]
@@ -173,8 +173,8 @@ def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) 
     without = without_axis(root, xs)
     rows = [Row(path, "an axis to scan over", describe_node(node)) for path, node in without]
     cure = (
-        "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it "
-        "`in_axes=None`."
+        "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it None in "
+        "`{in_axes}`."
     )
     if fault is Misuse and [path for path, _ in without] == [root]:
         count = exact_int(xs)

@@ -97,6 +97,9 @@ _ALSO_CALLED = {
 
 FORMER = {
     "name": 'Write the call in a `jax.named_scope`: `with jax.named_scope("..."):`.',
+    "carry_axes": '`row_axes={"carry": ...}` replaces it.',
+    "x_axes": '`row_axes={"x": ...}` replaces it.',
+    "y_axes": '`row_axes={"y": ...}` replaces it.',
 }
 """Options of earlier versions, and what to write in place of each."""
 

@@ -202,7 +202,7 @@ COPIES = {
     "in_axes": (lambda f, c, x, **o: treescan.scan(f, c, jnp.moveaxis(x, 0, 1), **o), {"in_axes": 1}, 1),
     "lengths": (treescan.mask_scan, MASKED, 1),
     "mask_reverse": (treescan.mask_scan, MASKED | {"reverse": True}, 1),
-    "shared": (treescan.mask_scan, MASKED | {"carry_axes": {"h": 0, "w": None}}, 1),
+    "shared": (treescan.mask_scan, MASKED | {"row_axes": {"carry": {"h": 0, "w": None}}}, 1),
     "chunks": (treescan.mask_scan, MASKED | {"chunk": 1}, 1),
     "unskipped": (treescan.mask_scan, MASKED | {"chunk": 0}, 1),
     "remainder": (treescan.mask_scan, MASKED | {"chunk": 2}, 2),

@@ -116,7 +116,7 @@ OF_OPTIONS = {
 }
 
 
-ELSEWHERE = {"length"}  # of layers, see `test_layers.py`
+ELSEWHERE = {"length", "options"}  # of layers, see `test_layers.py`; and options of strangers
 
 
 @pytest.mark.parametrize("verb", OF_OPTIONS)

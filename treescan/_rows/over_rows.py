@@ -21,6 +21,7 @@ from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, merge
 from .axes import (
+    OF_Y,
     RowAxes,
     RowFlags,
     Rows,
@@ -79,7 +80,7 @@ class OverRows(Transform):
             if loop.limit is not None:
                 refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, self.others, told=tells)
-            axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
+            axes = axes._replace(y=spread_batch_axes(OF_Y, y_axes, hoisted.y, "y", valid.shape[1:]))
             if len(tiers) > 1:
                 from .compact import fewer_tiers, trace_tiers
 

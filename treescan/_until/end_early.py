@@ -139,8 +139,7 @@ class EndEarly(Transform):
         Raises:
             Fault: for an `ArgumentError` or a `BodyError` if one does.
         """
-        axes = {"carry_axes": self.carry_axes, "x_axes": self.x_axes, "y_axes": self.y_axes}
-        asked = [name for name, prefix in axes.items() if prefix != _LEADS]
+        asked = ["row_axes"] if {self.carry_axes, self.x_axes, self.y_axes} != {_LEADS} else []
         asked += ["compact"] if self.compact else []
         if asked:
             raise Misuse(

@@ -33,7 +33,7 @@ from .._rows.fill import KeepRows
 from .._rows.mask import Mask
 from .._rows.over_rows import OverRows
 from .._rows.skip import Skip
-from .._transforms.axes import OverAxes, static_axes
+from .._transforms.axes import OverAxes, by_part, static_axes
 from .._transforms.call import Arguments, Call
 from .._transforms.program import Program, execute
 from .._transforms.transform import Transform, in_order
@@ -80,10 +80,11 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         known.refuse_batches(xs, in_axes, convention)
 
 
-def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
-    """Where rows are, as the options say."""
-    carries, inputs = static_axes("carry_axes", carry_axes, none=True), static_axes("x_axes", x_axes, none=True)
-    return carries, inputs, static_axes("y_axes", y_axes, none=True)
+def spread_rows(row_axes: Any) -> tuple[Prefix, Prefix, Prefix]:
+    """Where rows are in the carry, in x and in y, as `row_axes` says."""
+    each = by_part("row_axes", row_axes, ("carry", "x", "y"))
+    carries, inputs, outputs = (static_axes(f'row_axes["{part}"]', axes, none=True) for part, axes in each.items())
+    return carries, inputs, outputs
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from .._rows.fill import HOLD, KeepRows, check_fill
 from .._rows.mask import Mask
 from .._tree import short_html, short_repr
 from .._types import (
-    Axes,
+    AxesOfRows,
     Carry,
     Cond,
     KeyedBody,
@@ -40,7 +40,7 @@ from .._types import (
     Y,
 )
 from .options import checking, recording, showing
-from .prepare import prepare, refuse_batches, row_axes
+from .prepare import prepare, refuse_batches, spread_rows
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -121,9 +121,7 @@ def while_scan(
     fill: PyTree = 0,
     remat: RematLike | None = None,
     save: Save = "all",
-    carry_axes: Axes = 0,
-    x_axes: Axes = 0,
-    y_axes: Axes = 0,
+    row_axes: int | AxesOfRows = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
     check_finite: bool | Returned = False,
@@ -162,12 +160,8 @@ def while_scan(
             not supported.
         save: as for `treescan.scan`. "last" is the output of the last step that was taken, per row if rows stop
             independently, or `fill` if there was none; it is computed in every step.
-        carry_axes: the axis where the batch shape starts, for each leaf of the carry (a prefix tree). None: all rows
-            share the leaf, and it changes in every step that any row takes. Like all row options, it needs a condition
-            that returns `bool[*batch]`.
-        x_axes: the same for each leaf of one step's x. None: shared by all rows. A leaf with None in `in_axes` has rows
-            only if `x_axes` is a tree that says so.
-        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` if no row takes the step.
+        row_axes: as for `treescan.mask_scan`. A leaf of the carry that all rows share changes in every step that any
+            row takes. Like `compact`, it needs a condition that returns `bool[*batch]`.
         compact: True: about every 16 steps, the rows that continue are moved to the front, along the first axis of the
             batch, and the body runs on the smallest tier that holds them. Neither the body nor the condition may close
             over arrays that have rows (pass them through the carry or xs), and both must accept any number of rows.
@@ -230,7 +224,7 @@ def while_scan(
         plan, out_axes = check_remat(remat), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        rows, condition = row_axes(carry_axes, x_axes, y_axes), Body.of(cond)
+        rows, condition = spread_rows(row_axes), Body.of(cond)
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         # The function of an equal condition may be another object, so that the call keeps it alive.
         call = dataclasses.replace(call, cond=condition.function)
