@@ -348,15 +348,17 @@ def check_keywords(
             raise BodyFault(f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
 
 
+_PASSED = ("key", "valid", "first")
 _CURES_OF_KEYWORDS = {
     "key": "Pass `key=jax.random.key(seed)`: each {unit} gets its own key.",
     "valid": "`valid` is the step's mask: `treescan.mask_scan` passes it.",
+    "first": "`first` says which rows take the first valid step of their segment: `treescan.mask_scan` passes it.",
 }
 
 
 def needs_positional(body: Body) -> int:
     """How many positional arguments a body cannot do without, as far as that is known."""
-    return len([p for p in body.positional if p.default is p.empty and p.name not in ("key", "valid")])
+    return len([p for p in body.positional if p.default is p.empty and p.name not in _PASSED])
 
 
 def _unfit(body: Body, convention: Convention, takes: tuple[str, ...]) -> Fault:
@@ -386,7 +388,7 @@ def _keywords(body: Body, positional: int) -> tuple[frozenset[str] | None, tuple
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
             accepts.append(p.name)
         # All others behind the positional ones are refused by their number.
-        by_keyword = p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional and p.name in ("key", "valid")
+        by_keyword = p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional and p.name in _PASSED
         if p.default is p.empty and (p.kind is p.KEYWORD_ONLY or by_keyword):
             needs.append(p.name)
     is_fit = any_number or len(body.names) >= positional >= needs_positional(body)

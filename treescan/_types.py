@@ -178,6 +178,18 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 
 
+class FirstBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` or `while_scan` that takes whether a step is the first of its segment, for each row."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, first: Array) -> tuple[Carry, Y_co]: ...
+
+
+class ValidFirstBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` or `while_scan` that takes the step's mask, and whether the step is the first."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, valid: Array, first: Array) -> tuple[Carry, Y_co]: ...
+
+
 class ValidMap(Protocol[X_contra, Y_co]):
     """A function of `chunk_map` that takes which entries of a chunk are not padding."""
 

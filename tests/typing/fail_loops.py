@@ -132,6 +132,9 @@ mask_scan(step, init, xs, lengths)  # error
 mask_scan(step, init, xs, lengths=lengths, chunk=8, compact=(1, 4), resets=None, time_axis=0)
 mask_scan(step, init, xs, lengths=lengths, compact="rows")  # error
 mask_scan(step, init, xs, lengths=lengths, time_axis=None)  # error
+mask_scan(step, init, xs, lengths=lengths, row_axes={"carry": (0, None)}, time_axis={"xs": (0, None), "mask": 1})
+mask_scan(step, init, xs, lengths=lengths, row_axes={"h": 0})  # error
+mask_scan(step, init, xs, lengths=lengths, in_axes=1)  # error
 fold(fold_step, init, xs, remat=True)  # error
 scan(step, init, xs, remat=Remat)  # error
 fold(fold_step, init, xs, remat=Remat(levels=3), truncate=4)

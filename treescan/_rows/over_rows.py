@@ -64,6 +64,11 @@ class OverRows(Transform):
         all_valid, changing = given[:2] == (None, None), _changing(given)
         tells = all_valid or innermost(loop.step, CallBody).sees_valid
         loop, axes = self._lay(loop, valid, lends=not all_valid)
+        keyword = innermost(loop.step, CallBody).told
+        if keyword is not None:
+            from .told import tell
+
+            loop, axes = tell(loop, axes, keyword, resets)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
         unchanged = None

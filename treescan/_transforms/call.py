@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
-from .._loop.feed import Feed
+from .._loop.feed import Feed, Keyword
 from .._loop.loop import Body, Callee, Loop, Lowering, Memo, in_turn
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ class Call:
         frozen: whether init, xs or args hold static leaves.
         custom: the classes of the custom carries that init holds.
         sees_valid: whether the body takes `valid`.
+        told: another keyword that the body takes, or None.
         lowering: further keyword arguments of `jax.lax.scan`.
         others: the calls of blocks that take turns with this one, in order after it. The xs are then a tuple.
     """
@@ -45,6 +46,7 @@ class Call:
     frozen: bool = False
     custom: tuple[type, ...] = ()
     sees_valid: bool = False
+    told: Keyword | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
     others: tuple[Call, ...] = ()
 
@@ -85,7 +87,7 @@ class Call:
         shared = Shared(given.key, given.args, offset) if given.key is not None or given.args else None
         return Loop(
             callee=Callee(self.body, self.names),
-            step=CallBody(self.body, self.convention, self.sees_valid, self.frozen, self.custom),
+            step=CallBody(self.body, self.convention, self.sees_valid, self.told, self.frozen, self.custom),
             consts=shared,
             state=given.init,
             xs=Feed(given.xs, position=jnp.arange(self.length) if given.key is not None else None),

@@ -148,14 +148,17 @@ class EndEarly(Transform):
                 "Let the condition return one bool for each row, bool[*batch], without reducing over the rows. Or "
                 f"leave `{asked[0]}` out.",
             )
-        if body.sees_valid and needs_keyword(body.body, "valid"):
-            raise BodyFault(
-                "{body} needs the keyword `valid`, which {verb} passes only if the condition returns one bool for "
-                "each row. It returned a single bool.",
-                "Let the condition return bool[*batch], or give `valid` a default.",
-            )
+        for name in ("valid", "first"):
+            if needs_keyword(body.body, name):
+                raise BodyFault(
+                    f"{{body}} needs the keyword `{name}`, which {{verb}} passes only if the condition returns one "
+                    "bool for each row. It returned a single bool.",
+                    f"Let the condition return bool[*batch], or give `{name}` a default.",
+                )
         return loop.having(
-            step=within(loop.step, CallBody, lambda body: Untold(dataclasses.replace(body, sees_valid=False)))
+            step=within(
+                loop.step, CallBody, lambda body: Untold(dataclasses.replace(body, sees_valid=False, told=None))
+            )
         )
 
 

@@ -19,12 +19,14 @@ from .._types import (
     AxesOfRows,
     AxesOfTime,
     Carry,
+    FirstBody,
     KeyedBody,
     KeyedValidBody,
     MaskOptions,
     Returned,
     ScanBody,
     ValidBody,
+    ValidFirstBody,
     X,
     Y,
 )
@@ -53,6 +55,22 @@ def mask_scan(
 @overload
 def mask_scan(
     f: ValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: FirstBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: FirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidFirstBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidFirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
@@ -109,7 +127,9 @@ def mask_scan(
 
     Args:
         f: the body, `f(carry, x) -> (carry, y)`, which runs once per step, on the whole batch. A body with a third
-            parameter `valid` receives the step's mask, bool[*batch].
+            parameter `valid` receives the step's mask, bool[*batch]. One with a parameter `first` receives which rows
+            take the first valid step of their segment (of the row, without `resets`), in the order of the run. At
+            padding, `first` is that of the step which padding is shown: combine it with `valid` across rows.
         init: the carry that each row starts from; leaves `[*batch, ...]`. The carry of a row does not change in steps
             that are not valid, and a row of length 0 returns its init.
         xs: the inputs; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a `treescan.Packed`

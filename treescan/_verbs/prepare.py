@@ -49,6 +49,7 @@ from .options import (
     restored_by,
     showing,
     strided,
+    telling,
     truncating,
     with_report,
 )
@@ -203,6 +204,7 @@ def prepare(
     offset: ArrayLike | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
+    has_segments: bool = False,
     options: Sequence[Option] = (),
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
@@ -221,6 +223,7 @@ def prepare(
         offset: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
+        has_segments: whether it may take `first`.
         options: as for `treescan.scan`.
 
     Raises:
@@ -236,14 +239,17 @@ def prepare(
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
     sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
+    told = telling(body, len(convention.takes)) if has_segments else None
     passed = {"key": "the option `key`"} if key is not None else {}
-    check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
+    passed |= {"valid": "mask_scan"} if sees_valid else {}
+    check_keywords(body, passed | ({} if told is None else {told.slot.name: "mask_scan"}), convention)
     call = Call(
         body,
         convention,
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
         sees_valid=sees_valid,
+        told=told,
         lowering=lowering,
         **check_run(steps, reverse, unroll),
     )
@@ -389,7 +395,7 @@ def run_scan(
         refuse_batches(xs, options.get("in_axes", 0), convention)
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
-    call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    call = prepare(convention, f, init, xs, length, masked=rows is not None, has_segments=rows is not None, **options)
     save = strided(save, call)
     if rows is None:
         return call.run(

@@ -23,6 +23,7 @@ from .._types import (
     AxesOfRows,
     Carry,
     Cond,
+    FirstBody,
     KeyedBody,
     KeyedNone,
     KeyedValidBody,
@@ -33,6 +34,7 @@ from .._types import (
     Save,
     ScanBody,
     ValidBody,
+    ValidFirstBody,
     WhileNone,
     WhileOptions,
     WhileXs,
@@ -92,6 +94,22 @@ def while_scan(
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
+    cond: Cond[Carry], f: FirstBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Carry], f: FirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Carry], f: ValidFirstBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Carry], f: ValidFirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
     cond: Cond[Carry], f: KeyedBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[KeyedXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
@@ -147,7 +165,7 @@ def while_scan(
             evaluated before every step, on the same carry that the body receives. A row that has stopped stays stopped.
         f: the body, `f(carry, x) -> (carry, y)`, as for `treescan.scan`; it runs once per step, on the whole batch. If
             rows stop independently, a body with a third parameter `valid` receives bool[*batch]: True for the rows that
-            take this step.
+            take this step. One with a parameter `first` receives which rows take their first step.
         init: the carry that the first step receives; leaves `[*batch, ...]` if rows stop independently.
         xs: the inputs to scan over: any pytree with leaves `[T, ...]`, T at least `max_length`; or None. Leaves are
             `[T, *batch, ...]` if rows stop independently.
@@ -223,7 +241,7 @@ def while_scan(
         refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
         plan, out_axes = check_remat(remat), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
-        call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
+        call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, has_segments=True, **options)
         rows, condition = spread_rows(row_axes), Body.of(cond)
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         # The function of an equal condition may be another object, so that the call keeps it alive.

@@ -48,6 +48,7 @@ FORMS = {
     "compact": Form("compact", {"compact": True, "chunk": 2}, free=True),
     "compact=(1, 3)": Form("compact", {"compact": (1, 3), "chunk": 2}, free=True),
     "valid": Form("valid", how=has("valid")),
+    "first": Form("first", how=has("first")),
     "one row": Form("batch", how=has("one row")),
 }
 
@@ -151,6 +152,8 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         xs = _laid_out(given, options, how)
     if "padded" in how and lib is not plain:
         xs = treescan.Padded(xs, jnp.asarray(passed.pop("lengths")))
+    if lib is plain and "first" in how:
+        passed["tells_first"] = True
     return values(lib.mask_scan(body, init, xs, **(passed if lib is plain else _as_taken(passed))))
 
 
