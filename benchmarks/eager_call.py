@@ -105,12 +105,6 @@ def _options(state: State, xs: Array) -> Iterator[Comparison]:
         lambda: treescan.scan(decay, state, batch_first, in_axes=1, out_axes=1),
         axes_by_hand,
     )
-    yield Comparison(
-        "name=",
-        "jax.lax.scan",
-        lambda: treescan.scan(decay, state, xs, name="decay"),
-        lambda: lax.scan(decay, state, xs),
-    )
 
 
 def _masked(state: State, xs: Array, lengths: Array) -> Iterator[Comparison]:

@@ -155,7 +155,7 @@ def shapes() -> dict[str, str]:
 
     def call(carry, xs, mask):
         found["xs"] = xs.shape
-        return treescan.mask_scan(body, carry, xs, mask=mask, time_axis=1, carry_axes=1)
+        return treescan.mask_scan(body, carry, xs, mask=mask, time_axis=1, row_axes={"carry": 1})
 
     types = ((SIZES["H"], SIZES["B"]), (SIZES["B"], SIZES["T"], SIZES["D"]))
     mask = jax.ShapeDtypeStruct((SIZES["B"], SIZES["T"]), bool)
@@ -172,10 +172,10 @@ def axes() -> Picture:
         "axes",
         290,
         "Which option names which axis",
-        "In mask_scan with time_axis=1 and carry_axes=1: "
+        "In mask_scan with time_axis=1 and row_axes={'carry': 1}: "
         + "; ".join(f"{name} is [{', '.join(letters)}]" for name, letters in found.items())
-        + ". time_axis is the axis of time T in xs and ys, x_axes and y_axes are that of the rows B in one step's x "
-        "and y, and carry_axes is that in the carry.",
+        + ". time_axis is the axis of time T in xs and ys, and row_axes that of the rows B in the carry, "
+        "in one step's x and in one step's y.",
     )
     cell = 34
 
@@ -192,10 +192,10 @@ def axes() -> Picture:
     right = WIDTH - 3 * cell - 16
     array(0, 26, "xs", "T", "time_axis")
     array(right, 26, "ys", "T", "time_axis")
-    array(0, 126, "x", "B", "x_axes")
-    array(right, 126, "y", "B", "y_axes")
-    array(0, 226, "carry", "B", "carry_axes")
-    array(right, 226, "carry", "B", "carry_axes")
+    array(0, 126, "x", "B", "row_axes")
+    array(right, 126, "y", "B", "row_axes")
+    array(0, 226, "carry", "B", "row_axes")
+    array(right, 226, "carry", "B", "row_axes")
     picture.arrow((cell, 78), (cell, 104))
     picture.text(cell + 12, 96, "one step", "small")
     picture.arrow((right + cell, 104), (right + cell, 78))

@@ -171,11 +171,11 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "Lengths, masks and rows",
             "Pass `lengths` or `mask`. Each leaf must have the batch shape in front, or an entry in "
-            "`carry_axes`, `x_axes` or `y_axes` that says where it is.",
+            "`row_axes` that says where it is.",
             ("mask_neither", "lengths_out_of_range", "batch_not_in_x"),
             (
                 *("mask_*", "lengths_*", "length_mask_*", "batch_*", "time_*", "resets_*"),
-                *("carry_axes_*",),
+                *("carry_axes_*", "row_axes_*"),
             ),
         ),
         Topic(

@@ -144,7 +144,7 @@ def refused(verb: str, forms: tuple[str, ...], data: Data) -> bool:
 
 def is_code(name: str) -> bool:
     """Whether a name is that of an argument."""
-    return (name.isidentifier() and name not in ("valid", "batch", "pattern")) or "=" in name
+    return (name.isidentifier() and name not in ("valid", "first", "batch", "pattern")) or "=" in name
 
 
 def section(verb: str, data: Data) -> str:

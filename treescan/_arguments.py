@@ -72,7 +72,7 @@ def check_reverse(reverse: Any) -> bool:
     return bool(reverse)
 
 
-def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, Any]:
+def check_run(length: int, reverse: Any, unroll: Any) -> dict[str, Any]:
     """How a loop of so many steps runs, as arguments of a `Call`. An `unroll` of 0 or True unrolls the whole loop."""
     checked = {"length": length, "reverse": check_reverse(reverse)}
     if isinstance(unroll, bool | np.bool_):
@@ -88,10 +88,7 @@ def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, An
             small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
             error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
         )
-    if not (name is None or isinstance(name, str)):
-        profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
-        expect(False, "name", "a string", name, profilers)
-    return {**checked, "unroll": unroll, "name": name}
+    return {**checked, "unroll": unroll}
 
 
 _TRACED_LENGTH = (
@@ -131,9 +128,9 @@ def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None
     if type(in_axes) is int and in_axes == 0:
         return None
     if xs is None:
-        raise Misuse("{call}: `in_axes` is for xs, but there are none.", "Leave it out.")
-    axes = spread_axes("in_axes", in_axes, xs, root, none=True)
-    check_axes("in_axes", axes, xs, root)
+        raise Misuse("{call}: `{in_axes}` is for xs, but there are none.", "Leave it out.")
+    axes = spread_axes("{in_axes}", in_axes, xs, root, none=True)
+    check_axes("{in_axes}", axes, xs, root)
     if not any(axes) and None not in axes:
         return None
     ranks = [len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(xs)]
@@ -176,8 +173,8 @@ def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) 
     without = without_axis(root, xs)
     rows = [Row(path, "an axis to scan over", describe_node(node)) for path, node in without]
     cure = (
-        "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it "
-        "`in_axes=None`."
+        "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it None in "
+        "`{in_axes}`."
     )
     if fault is Misuse and [path for path, _ in without] == [root]:
         count = exact_int(xs)
@@ -351,15 +348,17 @@ def check_keywords(
             raise BodyFault(f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
 
 
+_PASSED = ("key", "valid", "first")
 _CURES_OF_KEYWORDS = {
     "key": "Pass `key=jax.random.key(seed)`: each {unit} gets its own key.",
     "valid": "`valid` is the step's mask: `treescan.mask_scan` passes it.",
+    "first": "`first` says which rows take the first valid step of their segment: `treescan.mask_scan` passes it.",
 }
 
 
 def needs_positional(body: Body) -> int:
     """How many positional arguments a body cannot do without, as far as that is known."""
-    return len([p for p in body.positional if p.default is p.empty and p.name not in ("key", "valid")])
+    return len([p for p in body.positional if p.default is p.empty and p.name not in _PASSED])
 
 
 def _unfit(body: Body, convention: Convention, takes: tuple[str, ...]) -> Fault:
@@ -389,7 +388,7 @@ def _keywords(body: Body, positional: int) -> tuple[frozenset[str] | None, tuple
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD):
             accepts.append(p.name)
         # All others behind the positional ones are refused by their number.
-        by_keyword = p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional and p.name in ("key", "valid")
+        by_keyword = p.kind is p.POSITIONAL_OR_KEYWORD and i >= positional and p.name in _PASSED
         if p.default is p.empty and (p.kind is p.KEYWORD_ONLY or by_keyword):
             needs.append(p.name)
     is_fit = any_number or len(body.names) >= positional >= needs_positional(body)

@@ -34,7 +34,7 @@ STEP_WORDS = {
     "xs": "xs",
     "leaves_of_xs": "leaves of xs",
     "arrays_as_xs": "arrays as xs",
-    "all_whole": "every leaf of xs has in_axes None",
+    "all_whole": "every leaf of xs has {in_axes} None",
     "axis_none": "With None, every step receives the whole leaf",
     "mask": "the mask",
     "rows_of_init": "its rows are not those of the mask. `init` needs one entry for each row of the batch "
@@ -43,7 +43,10 @@ STEP_WORDS = {
     "batch_first": "pass `time_axis=1`",
     "all_rows": "",
     "of_axes": "",
+    "in_axes": "in_axes",
+    "out_axes": "out_axes",
 }
+MASK_WORDS = {**STEP_WORDS, "in_axes": 'time_axis["xs"]', "out_axes": 'time_axis["ys"]'}
 RAGGED_WORDS = {
     **STEP_WORDS,
     "of_axes": ", an option of `treescan.mask_scan`,",
@@ -204,11 +207,11 @@ class Fault(Exception):
         """The whole message, with words for its placeholders. Python scalars in `init` have their own advice."""
         weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
         texts = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
-        says, cures = self.says, [*texts, *weak.values()]
+        says, cures, rows = self.says, [*texts, *weak.values()], list(self.rows)
         for name, word in words.items():  # other braces stay, because they may be the user's
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
+            rows = [row._replace(expected=row.expected.replace(f"{{{name}}}", word)) for row in rows]
         headline = wrap(says, taken=len(f"treescan.errors.{self.error.__name__}: "))  # which Python prints before it
-        rows = list(self.rows)
         if len(rows) > _MOST + 1:
             rows[_MOST:] = [Row(f"and {len(rows) - _MOST} more", "", "")]
         parts = [headline, *([table(self.header, rows)] if rows else []), *map(indented, cures)]

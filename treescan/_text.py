@@ -95,8 +95,19 @@ _ALSO_CALLED = {
 """What else the options are called: in other libraries, or for other functions of this one."""
 
 
+FORMER = {
+    "name": 'Write the call in a `jax.named_scope`: `with jax.named_scope("..."):`.',
+    "carry_axes": '`row_axes={"carry": ...}` replaces it.',
+    "x_axes": '`row_axes={"x": ...}` replaces it.',
+    "y_axes": '`row_axes={"y": ...}` replaces it.',
+}
+"""Options of earlier versions, and what to write in place of each."""
+
+
 def advice(name: str, options: Iterable[str]) -> str:
     """What to write in place of an option that does not exist: one that has this name elsewhere, or a similar name."""
+    if name in FORMER:
+        return FORMER[name]
     known = list(options)
     near = [option for option in known if name in _ALSO_CALLED.get(option, ())]
     near = near or difflib.get_close_matches(name, known, 1)

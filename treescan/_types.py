@@ -178,26 +178,57 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 
 
+class FirstBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` or `while_scan` that takes whether a step is the first of its segment, for each row."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, first: Array) -> tuple[Carry, Y_co]: ...
+
+
+class ValidFirstBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` or `while_scan` that takes the step's mask, and whether the step is the first."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, valid: Array, first: Array) -> tuple[Carry, Y_co]: ...
+
+
 class ValidMap(Protocol[X_contra, Y_co]):
     """A function of `chunk_map` that takes which entries of a chunk are not padding."""
 
     def __call__(self, chunk: X_contra, /, *, valid: Array) -> Y_co: ...
 
 
-class OutputOptions(TypedDict, total=False):
+class AxesOfRows(TypedDict, total=False):
+    """Where the batch shape starts in each leaf of the carry, of one step's x and of one step's y."""
+
+    carry: Axes
+    x: Axes
+    y: Axes
+
+
+class AxesOfTime(TypedDict, total=False):
+    """Where the steps are in each leaf of xs and of ys, and in a mask and resets."""
+
+    xs: Axes
+    ys: Axes
+    mask: int
+
+
+class SaveOption(TypedDict, total=False):
+    """Which outputs are kept."""
+
+    save: Save
+
+
+class OutputOptions(SaveOption, total=False):
     """What becomes of the outputs of all steps."""
 
     out_axes: Axes
-    save: Save
 
 
 class RowOptions(TypedDict, total=False):
     """Where the rows of a batch are, and what becomes of those that take no step."""
 
     fill: PyTree
-    carry_axes: Axes
-    x_axes: Axes
-    y_axes: Axes
+    row_axes: int | AxesOfRows
     compact: bool | tuple[int, ...]
 
 
@@ -219,7 +250,6 @@ class ScanOptions(OutputOptions, PartOption, total=False):
     in_axes: Axes
     remat: RematLike | None
     truncate: int | None
-    name: str | None
     progress: ProgressLike
     check_finite: bool
     options: Sequence[Option]
@@ -233,7 +263,6 @@ class ChunkOptions(TypedDict, total=False):
     reduce: Literal["sum"] | None
     remat: RematLike | None
     unroll: int | bool
-    name: str | None
     progress: ProgressLike
 
 
@@ -246,7 +275,6 @@ class IndexOptions(TypedDict, total=False):
 
     reverse: bool
     unroll: int | bool
-    name: str | None
     check_finite: bool
 
 
@@ -268,11 +296,16 @@ class KeyedRange(RangeOptions, KeyOption):
     """The options of `fori` for a body that takes a key."""
 
 
-class FoldOptions(ForiOptions, PartOption, total=False):
+class StepOptions(ForiOptions, PartOption, total=False):
+    """The options of every verb over steps, less `key`."""
+
+    truncate: int | None
+
+
+class FoldOptions(StepOptions, total=False):
     """The options of `fold`, less `key`."""
 
     in_axes: Axes
-    truncate: int | None
 
 
 class UnkeyedOptions(FoldOptions, OutputOptions, total=False):
@@ -323,7 +356,7 @@ class KeyedNone(WhileNone, KeyOption):
     """The options of `while_scan` without xs, for a body that takes a key."""
 
 
-class MaskOptions(UnkeyedOptions, RowOptions, total=False):
+class MaskOptions(StepOptions, SaveOption, RowOptions, total=False):
     """The options of `mask_scan`, less `key`."""
 
     length: int | None
@@ -331,7 +364,7 @@ class MaskOptions(UnkeyedOptions, RowOptions, total=False):
     mask: ArrayLike | None
     resets: ArrayLike | None
     reset_to: PyTree
-    time_axis: int
+    time_axis: int | AxesOfTime
     chunk: int | None
 
 

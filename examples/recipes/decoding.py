@@ -86,7 +86,9 @@ def read(p: Decoder, prompts: treescan.Padded[Array], steps: int) -> Writing:
     rows = prompts.lengths.shape[0]
     zeros = jnp.zeros(rows, jnp.int32)
     start = Writing(zeros, zeros, room(p, rows, steps))
-    writing, _ = treescan.mask_scan(step, start, prompts, carry_axes=AXES)
+    writing, _ = treescan.mask_scan(
+        step, start, prompts, row_axes={"carry": AXES}
+    )
     return writing._replace(at=writing.at - 1)
 
 
@@ -114,7 +116,7 @@ def greedy(
         writing,
         max_length=steps,
         fill=-1,
-        carry_axes=AXES,
+        row_axes={"carry": AXES},
     )
 
 

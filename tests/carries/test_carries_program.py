@@ -104,5 +104,5 @@ def test_the_program_is_that_of_a_loop_by_hand(hand):
 def test_a_masked_program_is_that_of_a_carry_by_hand(hand, options):
     options = {"lengths": jnp.asarray(LENGTHS), **options}
     ours = program(treescan.mask_scan, hand.body, hand.init, **options)
-    by_hand = {"carry_axes": hand.carry_axes, **options}
+    by_hand = {"row_axes": {"carry": hand.carry_axes}, **options}
     assert ours == program(treescan.mask_scan, hand.by_hand, hand.by_hand_init, **by_hand)

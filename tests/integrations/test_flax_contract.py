@@ -27,8 +27,8 @@ MODES = [] if hasattr(nnx, "set_graph_mode") else ["graph", "graph_updates"]
 @pytest.mark.parametrize(
     ("ours", "theirs", "more"),
     [
-        (scan, nn.scan, ["remat", "save", "name", "progress", "check_finite"]),
-        (nnx_scan, nnx.scan, [*MODES, "remat", "name", "progress", "check_finite"]),
+        (scan, nn.scan, ["remat", "save", "progress", "check_finite"]),
+        (nnx_scan, nnx.scan, [*MODES, "remat", "progress", "check_finite"]),
     ],
     ids=["linen", "nnx"],
 )

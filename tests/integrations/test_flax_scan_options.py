@@ -30,13 +30,6 @@ def test_stacked_variables_are_saved_whatever_save_says() -> None:
     assert made["intermediates"]["ScanSowing_0"]["norm"][0].shape == (5,)
 
 
-def test_name_names_the_loop() -> None:
-    module = recurrent(scan, name="cell_loop")
-    variables = module.init(KEY, H, XS)
-    text = jax.jit(module.apply).lower(variables, H, XS).as_text(debug_info=True)
-    assert "cell_loop" in text
-
-
 def test_carried_collections_that_are_not_mutable_stay_as_they_are() -> None:
     """Flax's loop fails there: the carry loses what is not mutable."""
 

@@ -395,11 +395,6 @@ def test_parameters_given_whole_are_constants_of_the_loop() -> None:
     assert num_consts(eqn) == len(jax.tree.leaves(nnx.state(cell, nnx.Param)))
 
 
-def test_a_scan_name_is_seen_in_the_program() -> None:
-    run = scan(lambda h, x: (h + x, None), name="tower")
-    assert "tower" in jax.jit(run).lower(H, XS).as_text(debug_info=True)
-
-
 # Errors.
 
 

@@ -202,13 +202,13 @@ case()(
         {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
     ),
     carry_axes_of_custom_carry=lambda one: over_rows(
-        {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, carry_axes=1
+        {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": 1}
     ),
     carry_axes_within_custom_carry=lambda one: over_rows(
-        {"loss": ema(one * jnp.ones(2), 0.9)}, carry_axes={"loss": {"value": 0}}
+        {"loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": {"loss": {"value": 0}}}
     ),
     carry_axes_no_prefix_beside_custom_carry=lambda one: over_rows(
-        {"h": one * jnp.ones(2), "loss": ema(one * jnp.ones(2), 0.9)}, carry_axes={"h": {"a": 0}, "loss": 0}
+        {"h": one * jnp.ones(2), "loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": {"h": {"a": 0}, "loss": 0}}
     ),
     compact_with_shared_keys=lambda one: over_rows(
         {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, compact=True

@@ -74,7 +74,9 @@ def _by_mask_scan(body: Any, init: Any, remat: Any, **flags: Any) -> Any:
     flags = flags or {"lengths": jnp.array([3, 8])}
     axes = (0, None) if isinstance(init, tuple) else 0
     xs = jnp.stack([jnp.arange(T)] * 2, 1)
-    return mask_scan(lambda carry, x: (body(carry, x[0]), None), init, xs, carry_axes=axes, remat=remat, **flags)[0]
+    return mask_scan(
+        lambda carry, x: (body(carry, x[0]), None), init, xs, row_axes={"carry": axes}, remat=remat, **flags
+    )[0]
 
 
 def _by_resets(body: Any, init: Any, remat: Any) -> Any:
@@ -90,7 +92,7 @@ def _by_rows(body: Any, init: Any, remat: Any) -> Any:
     go_on = lambda carry: jax.tree.leaves(carry)[0].sum(1) < 1e9  # noqa: E731
     axes = (0, None) if isinstance(init, tuple) else 0
     xs = jnp.stack([jnp.arange(T)] * 2, 1)
-    return while_scan(go_on, lambda c, x: (body(c, x[0]), None), init, xs, carry_axes=axes, remat=remat)[0]
+    return while_scan(go_on, lambda c, x: (body(c, x[0]), None), init, xs, row_axes={"carry": axes}, remat=remat)[0]
 
 
 def _over_layers(w: Any, remat: Any, on: bool) -> Any:

@@ -226,7 +226,7 @@ def _over_layers_with_own(body, init, xs):
 LENGTHS = np.array([2, 0, 5])
 MASK = np.arange(LENGTH)[:, None] % 2 < np.array([1, 2, 0])
 RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])
-SHARED = {"carry_axes": {"h": 0, "w": None}}
+SHARED = {"row_axes": {"carry": {"h": 0, "w": None}}}
 
 # How many consts the order of the rows is: newer releases of JAX write it into the equation that reads it.
 _ORDERED = jax.make_jaxpr(lambda c: jax.lax.scan(lambda c, _: (written(c), None), c, length=2))(np.zeros((3, 2), "f"))
@@ -245,7 +245,6 @@ OPTIONS = {
     "out_axes": Option(plain, over(treescan.scan, out_axes=1), 1),
     "key": Option(keyed, over(treescan.scan, key=jax.random.key(0)), 2),
     "raw_key": Option(keyed, over(treescan.scan, key=jax.random.PRNGKey(0)), 2),
-    "name": Option(plain, over(treescan.scan, name="cell"), 1),
     "fold": Option(folded, over(treescan.fold), 1),
     "accumulate": Option(folded, over(treescan.accumulate), 1),
     "fori": Option(indexed, over_indices(), 1),
@@ -254,7 +253,7 @@ OPTIONS = {
     "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 3),
     "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4 + 2 * ORDER),
     "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
-    "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
+    "row_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
     "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 4),
     "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3),
     "compact": Option(

@@ -172,7 +172,7 @@ case()(
         step, pair(one), {"a": treescan.pad([words(3), words(2)]), "b": treescan.pad([words(3), words(1)])}
     ),
     packed_with_in_axes_of_its_data=lambda one: mask_scan(
-        step, one * jnp.ones((1, 4)), (FEATURES, ROWS), in_axes=(1, 0)
+        step, one * jnp.ones((1, 4)), (FEATURES, ROWS), time_axis={"xs": (1, 0)}
     ),
     fill_does_not_fit=lambda one: masked(
         one, named("step", lambda carry, x: (carry, {"token": x[:, 0].astype(jnp.int32)})), fill=0.5
@@ -207,7 +207,9 @@ case()(
     batch_not_in_carry=lambda one: mask_scan(step, {"h": one * jnp.ones((2, 5)), "count": one}, ROWS, lengths=LENGTHS),
     batch_not_in_x=lambda one: mask_scan(step, pair(one), {"x": ROWS, "time": XS}, lengths=LENGTHS),
     batch_not_in_y=lambda one: masked(one, lambda carry, x: (carry, {"mean": x.mean(), "x": x})),
-    batch_axes_no_prefix=lambda one: mask_scan(step, {"h": pair(one)}, ROWS, lengths=LENGTHS, carry_axes={"c": 0}),
+    batch_axes_no_prefix=lambda one: mask_scan(
+        step, {"h": pair(one)}, ROWS, lengths=LENGTHS, row_axes={"carry": {"c": 0}}
+    ),
     fill_nan_in_int=lambda one: masked(one, lambda carry, x: (carry, jnp.ones(2, int)), fill=jnp.nan),
     fill_complex_in_float=lambda one: masked(one, fill=1j),
     fill_no_prefix=lambda one: masked(one, fill={"token": 0}),
@@ -223,7 +225,7 @@ case()(
     reset_to_a_text=lambda one: resetting(one, {"h": "zeros", "n": 0}),
     reset_to_of_a_function_that_returns_none=lambda one: resetting(one, lambda init: None),
     reset_to_of_a_shared_leaf=lambda one: resetting(
-        one, {"h": 0.0, "n": 0}, {"h": pair(one), "n": jnp.int32(0)}, carry_axes={"h": 0, "n": None}
+        one, {"h": 0.0, "n": 0}, {"h": pair(one), "n": jnp.int32(0)}, row_axes={"carry": {"h": 0, "n": None}}
     ),
     reset_to_of_a_static_leaf=lambda one: resetting(one, {"h": 0.0, "f": 1.0}, {"h": pair(one), "f": jnp.tanh}),
     reset_to_a_number_of_a_custom_carry=lambda one: resetting(
@@ -248,7 +250,10 @@ case()(
     remat_unknown=lambda one: scan(step, one, XS, remat="steps"),
     lengths_float=lambda one: mask_scan(step, pair(one), ROWS, lengths=np.array([3.0, 1.0], np.float32)),
     mask_not_bool=lambda one: mask_scan(step, pair(one), ROWS, mask=np.ones((3, 2), np.float32)),
-    batch_axes_str=lambda one: masked(one, x_axes="batch"),
+    row_axes_of_the_carry_alone=lambda one: masked(one, row_axes={"h": 0}),
+    row_axes_tuple=lambda one: masked(one, row_axes=(0, None)),
+    time_axis_of_ys_not_there=lambda one: masked(one, time_axis={"ys": 4}),
+    batch_axes_str=lambda one: masked(one, row_axes={"x": "batch"}),
     fill_array=lambda one: masked(one, fill=jnp.zeros(4)),
     fill_traced=lambda one: jax.vmap(lambda fill: masked(one, fill=fill))(jnp.ones(2)),
     fill_str=lambda one: masked(one, fill="none"),

@@ -214,7 +214,7 @@ case()(
     key_batch=lambda one: scan(step, one, XS, key=KEYS),
     key_int=lambda one: scan(step, one, XS, key=0),
     key_raw_of_wrong_size=lambda one: scan(lambda carry, x, key: (carry, x), one, XS, key=np.zeros(3, np.uint32)),
-    name_int=lambda one: scan(step, one, XS, name=3),
+    option_former=lambda one: scan(step, one, XS, name="loop"),
     option_misspelt=lambda one: fold(lambda carry, x: carry, one, XS, reversed=True),
     option_unknown=lambda one: mask_scan(step, one, XS, lengths=jnp.int32(2), padding=0),
     fori_float=lambda one: fori(0, 3.0, lambda i, carry: carry, one),

@@ -85,7 +85,7 @@ case()(
         small, lambda carry, x: (carry + x, x), one * jnp.ones(3), jnp.zeros((5, 4))
     ),
     while_compact_without_rows=lambda one: while_scan(small, step, one, XS, compact=True),
-    while_axes_without_rows=lambda one: while_scan(small, step, one, XS, x_axes=1),
+    while_axes_without_rows=lambda one: while_scan(small, step, one, XS, row_axes={"x": 1}),
     while_without_max_length=lambda one: while_scan(small, step, one),
     while_xs_too_short=lambda one: while_scan(small, step, one, {"a": XS, "b": XS * one}, max_length=5),
     while_max_length_negative=lambda one: while_scan(small, step, one, max_length=-1),

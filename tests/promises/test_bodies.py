@@ -298,7 +298,7 @@ def test_a_wrapper_has_parameters_of_its_own():
         return c + jnp.where(valid, x, 0).sum(), valid
 
     xs, lengths, passes = jnp.ones((3, 2)), jnp.array([3, 1]), functools.wraps(masked)(lambda *a, **k: masked(*a, **k))
-    total, seen = treescan.mask_scan(passes, 0.0, xs, lengths=lengths, carry_axes=None)
+    total, seen = treescan.mask_scan(passes, 0.0, xs, lengths=lengths, row_axes={"carry": None})
     assert total == 4
     assert_bitwise(seen, jnp.array([[1, 1], [1, 0], [1, 0]], bool))
 

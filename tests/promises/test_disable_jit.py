@@ -24,7 +24,7 @@ def is_traced(tree):
 
 
 OF_EACH_KIND = (
-    "in_axes", "key", "name", "accumulate", "fori", "valid", "mask_key", "fill_nan", "chunk", "compact", "resets_alone",
+    "in_axes", "key", "accumulate", "fori", "valid", "mask_key", "fill_nan", "chunk", "compact", "resets_alone",
     "hold", "padded", "remat_nested", "scan_layers", "layers_of_all_kinds", "pattern_reverse", "mask_remat_nested",
 )  # fmt: skip
 

@@ -184,7 +184,9 @@ WAYS: dict[str, Any] = {
         pair, h, xs, lengths=n, resets=jnp.arange(LONG)[:, None] == n[None] - 2
     ),
     "chunk=0": lambda h, xs, n: treescan.mask_scan(pair, h, xs, lengths=n, chunk=0),
-    "shared leaf": lambda h, xs, n: treescan.mask_scan(counted, (h, 0), xs, lengths=n, carry_axes=(0, None))[0][0],
+    "shared leaf": lambda h, xs, n: treescan.mask_scan(counted, (h, 0), xs, lengths=n, row_axes={"carry": (0, None)})[
+        0
+    ][0],
     "rows that stop": lambda h, xs, n: treescan.while_scan(
         lambda carry: carry[1] < n, counted, (h, jnp.zeros_like(n)), xs
     ).carry[0],

@@ -3,6 +3,7 @@
 The texts of the errors are in `test_errors.py`.
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -154,6 +155,42 @@ def test_misspelt_fields(kind: Any, field: str, advice: str) -> None:
     with pytest.raises(treescan.errors.ArgumentTypeError) as caught:
         kind(**{field: 2})
     assert str(caught.value).split("\n\n  ") == [f"`{kind.__name__}` has no option `{field}`.", f"{advice}\n"]
+
+
+WHILE = functools.partial(while_scan, lambda _: False)
+FORMER: dict[str, tuple[str, str, tuple[Callable[..., Any], ...]]] = {
+    "name": (
+        "has no option",
+        'Write the call in a `jax.named_scope`: `with jax.named_scope("..."):`.',
+        (scan, fold, mask_scan, scan_layers, fold_layers, treescan.accumulate, treescan.stream, treescan.chunk_map),
+    ),
+    "carry_axes": ("has no option", '`row_axes={"carry": ...}` replaces it.', (mask_scan, WHILE)),
+    "x_axes": ("has no option", '`row_axes={"x": ...}` replaces it.', (mask_scan, WHILE)),
+    "y_axes": ("has no option", '`row_axes={"y": ...}` replaces it.', (mask_scan, WHILE)),
+    "in_axes": ("takes no", '`time_axis={"xs": ...}` says where the steps are in xs.', (mask_scan,)),
+    "out_axes": ("takes no", '`time_axis={"ys": ...}` says where the steps are in ys.', (mask_scan,)),
+}
+
+
+@pytest.mark.parametrize(("option", "verb"), [(each, verb) for each, (*_, verbs) in FORMER.items() for verb in verbs])
+def test_options_of_earlier_versions(option: str, verb: Callable[..., Any]) -> None:
+    given = {treescan.stream: {"chunk": 2}, treescan.chunk_map: {"chunk_size": 2}}.get(verb, {})
+    operands = (XS,) if verb is treescan.chunk_map else (H, XS)
+    says, cure, _ = FORMER[option]
+    with pytest.raises(treescan.TreescanError) as caught:
+        verb(scanned, *operands, **given, **{option: 1})
+    text = " ".join(str(caught.value).split())
+    assert f"{says} `{option}`" in text and text.endswith(cure)
+
+
+@pytest.mark.parametrize(("verb", "most"), [(mask_scan, 18), (WHILE, 14), (scan_layers, 14), (fold_layers, 14)])
+def test_how_many_options_a_verb_has(verb: Callable[..., Any], most: int) -> None:
+    """Beside those of `jax.lax.scan`."""
+    with pytest.raises(treescan.errors.ArgumentTypeError) as caught:
+        verb(scanned, H, XS, qqq=1)
+    options = set(str(caught.value).partition("Its options are")[2].replace(".", "").replace(",", "").split())
+    assert options > {"reverse", "unroll", "key"}
+    assert len(options - {"length", "reverse", "unroll"}) <= most
 
 
 # --- lists ------------------------------------------------------------------------------------------------------------

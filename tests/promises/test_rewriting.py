@@ -277,7 +277,7 @@ def test_rewriting_off(verb):
         init, xs = (w, jnp.zeros((3, 2))), array(T, 3, 2)
         if verb == "mask_scan":
             lengths = jnp.array([T, 3, 0])
-            (_, h), ys = mask_scan(step, init, xs, lengths=lengths, carry_axes=(None, 0), save="last")
+            (_, h), ys = mask_scan(step, init, xs, lengths=lengths, row_axes={"carry": (None, 0)}, save="last")
         else:
             (_, h), ys, _, _ = while_scan(lambda c: c[1].sum() > -2, step, init, xs, save=3)  # 3 steps
         return h.sum() + (ys * ys).sum()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import loops
 import pytest
 from jaxprs import equations, num_consts, shapes
-from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over, plain
+from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over
 from thin import parametrize
 
 import treescan
@@ -113,17 +113,6 @@ def test_jaxpr_of_no_steps_and_of_one_is_lax_scans(case):
         assert_same((case.body, case.init, case.make_xs(steps)), no_transform, {})
 
 
-def test_name_is_no_operation_and_stands_in_the_profile():
-    init, xs = arrays()
-    jaxprs = (
-        jax.make_jaxpr(lambda init, xs, scan=scan: scan(plain, init, xs))(init, xs)
-        for scan in (functools.partial(treescan.scan, name="cell"), jax.lax.scan)
-    )
-    assert len(set(map(str, jaxprs))) == 1
-    lowered = jax.jit(lambda init, xs: treescan.scan(plain, init, xs, name="cell")).lower(init, xs)
-    assert "/cell/" in lowered.as_text(debug_info=True)
-
-
 # What is off leaves no trace.
 
 BAR = treescan.meters.Progress("loop", meter=treescan.meters.Text())
@@ -213,7 +202,7 @@ COPIES = {
     "in_axes": (lambda f, c, x, **o: treescan.scan(f, c, jnp.moveaxis(x, 0, 1), **o), {"in_axes": 1}, 1),
     "lengths": (treescan.mask_scan, MASKED, 1),
     "mask_reverse": (treescan.mask_scan, MASKED | {"reverse": True}, 1),
-    "shared": (treescan.mask_scan, MASKED | {"carry_axes": {"h": 0, "w": None}}, 1),
+    "shared": (treescan.mask_scan, MASKED | {"row_axes": {"carry": {"h": 0, "w": None}}}, 1),
     "chunks": (treescan.mask_scan, MASKED | {"chunk": 1}, 1),
     "unskipped": (treescan.mask_scan, MASKED | {"chunk": 0}, 1),
     "remainder": (treescan.mask_scan, MASKED | {"chunk": 2}, 2),

@@ -106,8 +106,8 @@ def rows(rule: Any, data: Data, scale: Any, form: str = "", **options: Any) -> A
         body = functools.partial(_watching, rule)
     if form == "wide":
         h, axes, xs = {**h, "cell": h["cell"][None] * jnp.ones((2, 1))}, {**axes, "cell": 1}, data[:2]
-        return treescan.mask_scan(body, h, xs, carry_axes=axes, y_axes=1, **options)
-    return treescan.mask_scan(body, h, xs, carry_axes=axes, **options)
+        return treescan.mask_scan(body, h, xs, row_axes={"carry": axes, "y": 1}, **options)
+    return treescan.mask_scan(body, h, xs, row_axes={"carry": axes}, **options)
 
 
 def _watching(rule: Any, h: Any, x: Any) -> Any:
@@ -127,7 +127,7 @@ def until(rule: Any, data: Data, scale: Any, form: str = "xs", **options: Any) -
         if form == "shared rows":
             h, axes = {**h, "shared": scale}, {**dict.fromkeys((*h, "shared"), 0), "shared": None}
             body = functools.partial(sharing, rule)
-        options |= {} if axes is None else {"carry_axes": axes}
+        options |= {} if axes is None else {"row_axes": {"carry": axes}}
         return treescan.while_scan(lambda h: h["count"] < h["until"], body, h, xs, **options)[:2]
     going = lambda h: h["count"][0] < taken  # noqa: E731
     return treescan.while_scan(going, body, h, xs, **options)[:2]

@@ -19,11 +19,14 @@ pytestmark = pytest.mark.quick
 # --- what the record holds --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"lengths": jnp.array([4, 2]), "x_axes": (0, 0)}], ids=["steps", "rows"])
+@pytest.mark.parametrize(
+    "options", [{}, {"lengths": jnp.array([4, 2]), "row_axes": {"x": (0, 0)}}], ids=["steps", "rows"]
+)
 def test_what_is_given_whole_is_in_the_record(options: Any) -> None:
     xs = (jnp.ones((2, 4)), jnp.array([1.0, jnp.nan]))
     verb: Any = treescan.mask_scan if options else treescan.scan
-    call = functools.partial(verb, lambda h, x: (h + x[0] * x[1], None), jnp.ones(2), xs, in_axes=(1, None))
+    options |= {"time_axis": {"xs": (1, None)}} if options else {"in_axes": (1, None)}
+    call = functools.partial(verb, lambda h, x: (h + x[0] * x[1], None), jnp.ones(2), xs)
     text, record = named(lambda: call(check_finite=True, **options))
     assert "in step 0 of 4 (row 1), which got it from `x[1]`" in text
     assert [leaf.shape for leaf in record.x] == [(2,), (2,)]
@@ -196,8 +199,7 @@ def test_rows_in_several_axes_and_a_leaf_that_all_share() -> None:
     xs = {"u": jnp.ones((4, 2, 3)).at[2, 1, 0].set(-50).at[2, 0, 2].set(-50), "scale": jnp.ones(4)}
     options: Any = {
         "lengths": jnp.array([[4, 4, 4], [3, 4, 4]]),
-        "carry_axes": {"rows": 0, "total": None},
-        "x_axes": {"u": 0, "scale": None},
+        "row_axes": {"carry": {"rows": 0, "total": None}, "x": {"u": 0, "scale": None}},
         "check_finite": True,
     }
     text = caught(lambda: treescan.mask_scan(body, h, xs, **options))

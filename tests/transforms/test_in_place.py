@@ -66,7 +66,7 @@ def given():
 
 
 def run(body, weights, init, xs, **options):
-    options = {"chunk": CHUNK, "y_axes": Y_AXES[body], **options}
+    options = {"chunk": CHUNK, "row_axes": {"y": Y_AXES[body]}, **options}
     return treescan.mask_scan(functools.partial(body, weights), init, xs, **options)
 
 

@@ -227,7 +227,7 @@ def test_no_x_of_another_time_joins_a_leaf_that_rows_share(lengths):
         return jnp.sum(run(step, init, times, **options)[1])
 
     masked = {"lengths": counts} if lengths else {"mask": mask}
-    ours = jax.grad(functools.partial(total, carry_axes=(0, None), **masked))(1.1, 0, times)
+    ours = jax.grad(functools.partial(total, row_axes={"carry": (0, None)}, **masked))(1.1, 0, times)
     alone = sum(jax.grad(total)(1.1, 0, times[:n, i : i + 1]) for i, n in enumerate(counts.tolist()))
     np.testing.assert_allclose(ours, alone, rtol=1e-5)
 

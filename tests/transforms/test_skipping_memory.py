@@ -23,7 +23,7 @@ def run(carried, closed, xs, **options):
 
     init = {"h": jnp.zeros(xs.shape[1:]), "w": carried}
     lengths = np.arange(xs.shape[1]) * 3
-    return treescan.mask_scan(step, init, xs, lengths=lengths, carry_axes={"h": 0, "w": None}, **options)
+    return treescan.mask_scan(step, init, xs, lengths=lengths, row_axes={"carry": {"h": 0, "w": None}}, **options)
 
 
 def gradient(*args, **options):

@@ -74,7 +74,7 @@ def test_a_leaf_that_all_rows_share_counts_the_steps_in_which_any_row_is_valid()
 
     def of_all(xs):
         body = lambda h, x, *, valid: leaky(h, jnp.sum(jnp.where(valid, x, 0.0)))  # noqa: E731
-        options = {"mask": mask, "carry_axes": None, "y_axes": None, "truncate": 2}
+        options = {"mask": mask, "row_axes": {"carry": None, "y": None}, "truncate": 2}
         return jnp.sum(treescan.mask_scan(body, jnp.float32(0), xs, **options)[1])
 
     def of_steps(xs):

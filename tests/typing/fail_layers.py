@@ -90,7 +90,7 @@ def other(layer: Cache, x: Array) -> Array:
 
 
 assert_type(fold_layers(fold_block, x, layers), Array)
-assert_type(fold_layers(fold_block, x, layers, remat="step", reverse=True, name="decoder", unroll=2), Array)
+assert_type(fold_layers(fold_block, x, layers, remat="step", reverse=True, unroll=2), Array)
 assert_type(fold_layers(shared, x, layers, args=(x, "a")), Array)
 assert_type(fold_layers(lambda layer, x: x @ layer.w, x, layers), Array)
 assert_type(fold_layers(functools.partial(scaled, 0.5), x, layers), Array)

@@ -105,11 +105,11 @@ mask_scan(valid_step, init, xs, lengths=lengths, key=key)  # error
 
 # Options.
 
-scan(step, init, xs, length=3, reverse=True, unroll=2, name="loop")
+scan(step, init, xs, length=3, reverse=True, unroll=2)
 scan(step, init, xs, length=3.0)  # error
 scan(step, init, xs, reverse=1)  # error
 scan(step, init, xs, unroll=2.0)  # error
-scan(step, init, xs, name=3)  # error
+scan(step, init, xs, name="loop")  # error
 scan(step, init, xs, reversed=True)  # error
 scan(step, init, xs, lengths=lengths)  # error
 scan(step, init, xs, None, False, 1, 0)  # error
@@ -132,6 +132,9 @@ mask_scan(step, init, xs, lengths)  # error
 mask_scan(step, init, xs, lengths=lengths, chunk=8, compact=(1, 4), resets=None, time_axis=0)
 mask_scan(step, init, xs, lengths=lengths, compact="rows")  # error
 mask_scan(step, init, xs, lengths=lengths, time_axis=None)  # error
+mask_scan(step, init, xs, lengths=lengths, row_axes={"carry": (0, None)}, time_axis={"xs": (0, None), "mask": 1})
+mask_scan(step, init, xs, lengths=lengths, row_axes={"h": 0})  # error
+mask_scan(step, init, xs, lengths=lengths, in_axes=1)  # error
 fold(fold_step, init, xs, remat=True)  # error
 scan(step, init, xs, remat=Remat)  # error
 fold(fold_step, init, xs, remat=Remat(levels=3), truncate=4)

@@ -162,10 +162,26 @@ def keyed_valid_step(carry: State, x: Array, *, key: Array, valid: Array) -> tup
     return carry, {"x": x}
 
 
+def first_step(carry: State, x: Array, *, first: Array) -> tuple[State, dict[str, Array]]:
+    return carry, {"x": x}
+
+
+def valid_first_step(carry: State, x: Array, *, valid: Array, first: Array) -> tuple[State, dict[str, Array]]:
+    return carry, {"x": x}
+
+
 lengths, mask = jnp.array([3, 1]), jnp.ones((3, 2), bool)
 assert_type(mask_scan(named_step, State(one, key), xs, lengths=lengths), tuple[State, Array])
-assert_type(mask_scan(named_step, State(one, key), xs, lengths=3, fill=0.0, carry_axes=None), tuple[State, Array])
+assert_type(
+    mask_scan(named_step, State(one, key), xs, lengths=3, fill=0.0, row_axes={"carry": None}), tuple[State, Array]
+)
 assert_type(mask_scan(valid_step, State(one, key), xs, mask=mask), tuple[State, dict[str, Array]])
+assert_type(mask_scan(first_step, State(one, key), xs, mask=mask), tuple[State, dict[str, Array]])
+assert_type(mask_scan(valid_first_step, State(one, key), xs, mask=mask), tuple[State, dict[str, Array]])
+assert_type(
+    mask_scan(first_step, State(one, key), xs, mask=mask, time_axis={"xs": 1}, row_axes={"x": 1, "y": None}),
+    tuple[State, dict[str, Array]],
+)
 assert_type(mask_scan(keyed_step, one, xs, lengths=lengths, key=key), tuple[Array, State])
 assert_type(mask_scan(keyed_valid_step, State(one, key), xs, mask=mask, key=key), tuple[State, dict[str, Array]])
 assert_type(mask_scan(lambda carry, x: (carry + x, x), one, xs, lengths=lengths), tuple[Array, Array])

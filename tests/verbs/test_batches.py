@@ -42,7 +42,7 @@ def test_is_the_batch_with_the_rest_as_its_data(case):
     def run(laid_out, given):
         w, init, data, extra, scales = given
         xs = laid_out(data, (extra, scales))
-        return treescan.mask_scan(functools.partial(step, w), init, xs, x_axes=(0, (0, None)), **options)
+        return treescan.mask_scan(functools.partial(step, w), init, xs, row_axes={"x": (0, (0, None))}, **options)
 
     def composed(data, rest):
         return batch._replace(data=data), rest
@@ -72,7 +72,7 @@ def test_the_sum_of_each_sequence(padded):
         ([batch, batch], {}, 2 * sums),
         ((batch, jax.tree.map(jnp.copy, batch)), {}, 2 * sums),
         ((batch, ones), {}, sums + LONG),
-        ((batch, ones[:, 0]), {"x_axes": (0, None)}, sums + LONG),
+        ((batch, ones[:, 0]), {"row_axes": {"x": (0, None)}}, sums + LONG),
         ((batch, jnp.ones(())), {"in_axes": (0, None)}, sums + LONG),
         ((batch, ones.T), {"in_axes": (0, 1)}, sums + LONG),
     ):

@@ -174,7 +174,7 @@ def test_entries_stand_where_rows_stood():
     keys = jax.random.split(jax.random.key(0), ROWS)
     init = {"act": jnp.tanh, "h": START["h"].T, "k": keys, "steps": 0, "w": window(array(2, ROWS))}
     axes = {"act": None, "h": 1, "k": 0, "steps": None, "w": 0}
-    options = {"carry_axes": axes, "y_axes": {"h": 1, "steps": None}, "save": "last"}
+    options = {"row_axes": {"carry": axes, "y": {"h": 1, "steps": None}}, "save": "last"}
     ends = []
     for row, sequence in zip(np.asarray(PACKED.index.row), SEQUENCES, strict=True):
         h, w, key = START["h"][row], init["w"].values[:, row], keys[row]

@@ -20,7 +20,7 @@ def test_mapped_whole_leaves_of_an_element_without_steps_are_not_read():
     def one(weight, length):
         xs, axes = {"x": jnp.ones(4), "w": weight}, {"x": 0, "w": None}
         body = lambda c, x: (c + x["w"] * x["x"], None)  # noqa: E731
-        return treescan.mask_scan(body, 0.0, xs, in_axes=axes, lengths=length)[0]
+        return treescan.mask_scan(body, 0.0, xs, time_axis={"xs": axes}, lengths=length)[0]
 
     value, grads = jax.value_and_grad(lambda weights: jnp.sum(jax.vmap(one)(weights, lengths)))(weights)
     assert value == 7.0
@@ -38,7 +38,7 @@ def test_shared_leaves_hold_while_no_row_is_valid_and_never_meet_a_stale_pair():
 
     def total(xs, top):
         carry, _ = treescan.mask_scan(
-            body, {"h": jnp.zeros(2), "top": top}, xs, mask=mask, carry_axes={"h": 0, "top": None}
+            body, {"h": jnp.zeros(2), "top": top}, xs, mask=mask, row_axes={"carry": {"h": 0, "top": None}}
         )
         return jnp.sum(carry["h"]), carry["top"]
 
@@ -107,7 +107,7 @@ def test_leaves_given_whole_keep_their_place_and_their_rows():
         return c + x["a"] * x["t"] * jnp.log(x["scale"]), None
 
     def total(scale):
-        options = {"lengths": jnp.array([3, 0]), "in_axes": axes, "x_axes": {**axes, "scale": 0}}
+        options = {"lengths": jnp.array([3, 0]), "time_axis": {"xs": axes}, "row_axes": {"x": {**axes, "scale": 0}}}
         return jnp.sum(treescan.mask_scan(body, jnp.zeros(2), {**xs, "scale": scale}, **options)[0])
 
     value, grad = jax.value_and_grad(total)(jnp.array([2.0, 0.0]))
@@ -124,7 +124,7 @@ def test_leaves_given_whole_are_those_of_the_row_that_stands_in():
         return (h + x, steps + 1), jnp.sqrt(limit - h - x)
 
     def total(limits):
-        axes = {"in_axes": (0, None), "x_axes": (0, 0), "carry_axes": (0, None)}
+        axes = {"time_axis": {"xs": (0, None)}, "row_axes": {"x": (0, 0), "carry": (0, None)}}
         return jnp.sum(treescan.mask_scan(body, (jnp.zeros(2), 0), (xs, limits), lengths=lengths, **axes)[1])
 
     value, grad = jax.value_and_grad(total)(limits)
@@ -133,14 +133,14 @@ def test_leaves_given_whole_are_those_of_the_row_that_stands_in():
     np.testing.assert_allclose(grad, [(0.5 / roots).sum(), 0.5 / np.sqrt(0.5)], rtol=1e-6)
 
 
-@pytest.mark.parametrize("carry_axes", [0, None])
-def test_a_batch_without_rows(carry_axes):
+@pytest.mark.parametrize("axis", [0, None])
+def test_a_batch_without_rows(axis):
     def body(c, x):
-        return c + (jnp.sum(x, axis=0) if carry_axes is None else x), x
+        return c + (jnp.sum(x, axis=0) if axis is None else x), x
 
-    init = jnp.zeros((0, 3)) if carry_axes == 0 else jnp.zeros(3)
+    init = jnp.zeros((0, 3)) if axis == 0 else jnp.zeros(3)
     mask = jnp.ones((4, 0), bool)
-    final, ys = treescan.mask_scan(body, init, jnp.ones((4, 0, 3)), mask=mask, carry_axes=carry_axes)
+    final, ys = treescan.mask_scan(body, init, jnp.ones((4, 0, 3)), mask=mask, row_axes={"carry": axis})
     assert final.shape == init.shape
     assert ys.shape == (4, 0, 3)
 
@@ -159,14 +159,14 @@ def test_an_output_without_rows_of_a_batch_without_rows(options, disable):
     with jax.disable_jit(disable):
         none = jnp.zeros((0, 3)), jnp.ones((4, 0, 3))
         lengths = jnp.zeros(0, jnp.int32)
-        _, ys = treescan.mask_scan(lambda c, x: (c, 1.0), *none, lengths=lengths, y_axes=None, **options)
+        _, ys = treescan.mask_scan(lambda c, x: (c, 1.0), *none, lengths=lengths, row_axes={"y": None}, **options)
     assert ys.shape == (() if "save" in options else (4,)) and not ys.any()
 
 
-@pytest.mark.parametrize(("option", "axis"), [("y_axes", 3), ("carry_axes", -1), ("x_axes", 2)])
-def test_axes_are_checked_for_a_single_row_too(option, axis):
-    with pytest.raises(treescan.errors.ArgumentError, match=option):
-        treescan.mask_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(3.0), lengths=2, **{option: axis})
+@pytest.mark.parametrize(("part", "axis"), [("y", 3), ("carry", -1), ("x", 2)])
+def test_axes_are_checked_for_a_single_row_too(part, axis):
+    with pytest.raises(treescan.errors.ArgumentError, match=rf'row_axes\["{part}"\]'):
+        treescan.mask_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(3.0), lengths=2, row_axes={part: axis})
 
 
 def test_a_loop_without_steps_is_checked_as_any_other():

@@ -86,7 +86,7 @@ def test_shared_leaves_are_never_reset():
         return (totals + x, steps + 1), totals
 
     run = functools.partial(
-        treescan.mask_scan, count, (jnp.ones(B), 0), XS[..., 0], resets=RESETS, carry_axes=(0, None)
+        treescan.mask_scan, count, (jnp.ones(B), 0), XS[..., 0], resets=RESETS, row_axes={"carry": (0, None)}
     )
     want = treescan.mask_scan(lambda c, x: (c + x, c), jnp.ones(B), XS[..., 0], resets=RESETS, reset_to=5 * jnp.ones(B))
     for to in (5, (5.0, None), lambda init: (5 * init[0], init[1])):

@@ -64,7 +64,7 @@ def test_a_weakly_typed_init():
         return (carry[0] + 1.5, carry[1] * 1.5), None
 
     init = jnp.zeros(4), 2
-    result = while_scan(lambda c: c[0] < 3, grow, init, max_length=5, carry_axes=(0, None), compact=True)
+    result = while_scan(lambda c: c[0] < 3, grow, init, max_length=5, row_axes={"carry": (0, None)}, compact=True)
     assert_close(result.carry, (jnp.full(4, 3.0), jnp.float32(4.5)))
 
 
@@ -196,7 +196,7 @@ def decode(axes, left, cache):
         return (left - 1, cache.at[rows, place].set(jnp.sin(left), mode="drop")), None
 
     init = left, cache
-    return while_scan(lambda carry: carry[0] > 0, body, init, max_length=64, carry_axes=(0, axes)).carry
+    return while_scan(lambda carry: carry[0] > 0, body, init, max_length=64, row_axes={"carry": (0, axes)}).carry
 
 
 def test_what_all_rows_share_is_not_copied():
@@ -231,7 +231,9 @@ def test_a_cache_that_all_rows_share_is_not_copied_for_a_body_that_decides():
         return (left - 1, cache.at[0, 0].add(1.0)), chosen
 
     init, axes = (jnp.arange(4), jnp.ones((4, 8))), (0, None)
-    jaxpr = jax.make_jaxpr(lambda *init: while_scan(lambda c: c[0] > 0, body, init, max_length=9, carry_axes=axes))
+    jaxpr = jax.make_jaxpr(
+        lambda *init: while_scan(lambda c: c[0] > 0, body, init, max_length=9, row_axes={"carry": axes})
+    )
     copies = [each for each in equations(jaxpr(*init).jaxpr, "gather") if each.outvars[0].aval.shape == (4, 8)]
     assert not copies
 
@@ -255,7 +257,7 @@ def cache_of_rows(shared):
     def step_of_shared(carry, x, valid):
         return write(carry, x, jnp.where(valid, carry["i"], positions))
 
-    return (step_of_shared, init, {"carry_axes": {"cache": None, "i": 0}}) if shared else (step, init, {})
+    return (step_of_shared, init, {"row_axes": {"carry": {"cache": None, "i": 0}}}) if shared else (step, init, {})
 
 
 @pytest.mark.parametrize("shared", [True, False])

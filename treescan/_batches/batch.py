@@ -128,7 +128,7 @@ def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple
     path, first = batches[0]
     said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None}
     said |= {"resets": flags.resets} if isinstance(first, Packed) else {}
-    said |= {"in_axes": in_axes} if _is_batch(xs) else {}
+    said |= {"{in_axes}": in_axes} if _is_batch(xs) else {}
     check_padded(said, type(first).__name__, path)
     for other_path, other in batches:
         for inner, node in _batches(f"{other_path}.data", other.data):
@@ -228,7 +228,7 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
     for axis, is_own, (path, _) in zip(axes, jax.tree.leaves(own), named, strict=True):
         if is_own and not (type(axis) is int and axis == 0):
             raise Misuse(
-                f"{{call}}: `in_axes` is {axis!r} for {path}, a part of a batch. The first axis of a "
+                f"{{call}}: `{{in_axes}}` is {axis!r} for {path}, a part of a batch. The first axis of a "
                 "batch is always the steps.",
                 "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",
             )

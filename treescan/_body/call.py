@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from .._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf, describe_node, dtype_of, shape_of
 from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
 from .._flax import holds, module_classes, variable_classes
-from .._loop.feed import Feed
+from .._loop.feed import Feed, Keyword
 from .._loop.loop import Body, wrapped_parameters
 from .._loop.run import keeps_named_pairs
 from .._tree import holds_arrays, is_static, leaves_with_path, same_structure, thaw_static
@@ -129,6 +129,7 @@ class CallBody:
         body: the body.
         convention: how it is called, and what it returns.
         sees_valid: whether the body takes `valid`.
+        told: another keyword that the body takes, or None.
         frozen: whether the state, xs or consts hold static leaves, which the body sees in their place.
         custom: the classes of the custom carries that the state holds.
     """
@@ -136,6 +137,7 @@ class CallBody:
     body: Body
     convention: Convention = SCAN
     sees_valid: bool = False
+    told: Keyword | None = None
     frozen: bool = False
     custom: tuple[type, ...] = ()
 
@@ -149,6 +151,8 @@ class CallBody:
             keywords["key"] = jax.random.fold_in(key, position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
+        if self.told is not None:
+            keywords[self.told.slot.name] = self.told.slot.of(feed)
         # The carry that the body returns is compared with another copy than it is given.
         given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), args and thaw(copied(args))
         others = (*x, *args) if convention.spread else (x,)

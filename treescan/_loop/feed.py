@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -81,6 +81,18 @@ class Extra:
     def tree_unflatten(cls, slots: tuple[Slot[Any], ...], values: tuple[Any, ...]) -> Extra:
         """With these slots."""
         return cls(dict(zip(slots, values, strict=True)))
+
+
+class Keyword(NamedTuple):
+    """A keyword of the body that an option passes, if the body takes it.
+
+    Attributes:
+        slot: where its value is in the feed of a step; it has the name of the keyword.
+        values: of a loop with its mask and of where its segments begin, the values for all steps, [T, *batch].
+    """
+
+    slot: Slot[Any]
+    values: Callable[[Any, Any], Any]
 
 
 def of_steps(feed: Feed) -> Feed:

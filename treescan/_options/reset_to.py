@@ -210,7 +210,7 @@ def _misfit(place: _Place) -> tuple[Row, str] | None:
     if place.shared and place.own:
         cure = (
             f"{path}: all rows share this leaf, and a shared leaf is never reset. Give None there, or give the leaf "
-            "one entry per row and an axis in `carry_axes`."
+            'one entry per row and an axis in `row_axes["carry"]`.'
         )
         return Row(path, "None", came, "shared"), cure
     return None

@@ -108,7 +108,7 @@ class MoveOutputs(Transform):
         """
         if type(out_axes) is int and out_axes == 0:
             return None
-        return cls(static_axes("out_axes", out_axes), check_save(save))
+        return cls(static_axes("{out_axes}", out_axes), check_save(save))
 
     def __call__(self, loop: Loop) -> Loop:
         return loop.finished(ys=lambda result: move_kept(result.ys, self.axes.tree, self.save))

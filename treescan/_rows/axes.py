@@ -16,6 +16,8 @@ from .._transforms.axes import spread_axes
 from .._tree import KeyPath, Prefix, children, leaves_with_path, path_str, split
 from ..carries._base import AbstractCarry, describe_class, is_carry
 
+OF_CARRY, OF_X, OF_Y = (f'row_axes["{each}"]' for each in ("carry", "x", "y"))
+
 
 class RowAxes(NamedTuple):
     """The axis where the batch shape starts in each leaf; None: the leaf has no rows.
@@ -163,9 +165,9 @@ def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
     if len(found) != 1:
         return ""
     batch = _shape(*found)
-    if option == "carry_axes":
+    if option == OF_CARRY:
         return f"If {batch} is the batch shape of {root}, {{rows_of_init}}"
-    if option == "x_axes":
+    if option == OF_X:
         return f"If {batch} is the batch shape of the data, {{rows_of_x}}"
     return ""
 
@@ -173,8 +175,8 @@ def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
 def _each(option: str, batch: tuple[int, ...]) -> str:
     """The advice if all differing leaves are single values, where each row may need its own."""
     cures = {
-        "carry_axes": f"start from one for each row, of shape {_shape(batch)}.",
-        "y_axes": "return one for each row: do not reduce over the rows.",
+        OF_CARRY: f"start from one for each row, of shape {_shape(batch)}.",
+        OF_Y: "return one for each row: do not reduce over the rows.",
     }
     return f"If each row has its own value there, {cures[option]}" if option in cures else ""
 
@@ -188,7 +190,7 @@ def rows_of_x(
 ) -> tuple[LeafAxes, LeafAxes]:
     """Where the batch shape starts in the leaves of one step's x: in those that are sliced, and in those given whole.
 
-    A leaf that is given whole has rows where `x_axes` is a tree that says so: one int for all speaks of the slices.
+    A leaf that is given whole has rows where `row_axes["x"]` is a tree that says so: one int for all is of the slices.
     """
     leaves, structure = jax.tree.flatten(xs)
     axes = in_axes or (0,) * len(leaves)
@@ -199,25 +201,25 @@ def rows_of_x(
     ]
     if isinstance(prefix.tree, int):
         prefix = Prefix.of(jax.tree.unflatten(structure, [None if a is None else prefix.tree for a in axes]))
-    starts = spread_batch_axes("x_axes", prefix, jax.tree.unflatten(structure, step), root, batch)
+    starts = spread_batch_axes(OF_X, prefix, jax.tree.unflatten(structure, step), root, batch)
     pairs = list(zip(starts, axes, strict=True))
     return tuple([s for s, axis in pairs if axis is not None]), tuple([s for s, axis in pairs if axis is None])
 
 
 def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
-    """Where the batch shape starts in each leaf of a carry: as its custom carries say, and `carry_axes` of the rest.
+    """Where the batch shape starts in each leaf of a carry: as its custom carries say, and the option of the rest.
 
     Raises:
         Fault: for an `ArgumentError` if the batch shape is not there, or a `PluginError` if `rows` of a custom
             carry says something that does not fit it.
     """
     if not any(map(is_carry, jax.tree.leaves(state, is_leaf=is_carry))):
-        axes = spread_axes("carry_axes", prefix.tree, state, root, none=True)
-        return check_batch_axes("carry_axes", axes, state, root, batch)
+        axes = spread_axes(OF_CARRY, prefix.tree, state, root, none=True)
+        return check_batch_axes(OF_CARRY, axes, state, root, batch)
     axes = _axes_within(state, root, prefix.tree)
     own = sorted({path for path, node in leaves_with_path(root, state, is_leaf=is_carry) if is_carry(node)})
     try:
-        return check_batch_axes("carry_axes", axes, state, root, batch)
+        return check_batch_axes(OF_CARRY, axes, state, root, batch)
     except Fault as fault:
         if any(row.leaf.startswith(path) for row in fault.rows for path in own):
             fault.cures = (*fault.cures, Cure(_ROWS))
@@ -226,8 +228,8 @@ def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int
 
 _ROWS = (
     "The method `rows` of a custom carry says where its rows are. Start the carry from arrays that have the batch "
-    "shape there. If all rows share it, give None in `carry_axes`, or create it with `shared=True` if it has that "
-    "option."
+    'shape there. If all rows share it, give None in `row_axes["carry"]`, or create it with `shared=True` if it has '
+    "that option."
 )
 
 
@@ -235,7 +237,7 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
     """One axis a leaf from a prefix that knows the custom carries of a tree as leaves only."""
     named, outer = leaves_with_path(root, state, is_leaf=is_carry), jax.tree.structure(state, is_leaf=is_carry)
     places = [type(node) if is_carry(node) else node for _, node in named]  # a carry counts as one leaf
-    above = spread_axes("carry_axes", prefix, jax.tree.unflatten(outer, places), root, none=True)
+    above = spread_axes(OF_CARRY, prefix, jax.tree.unflatten(outer, places), root, none=True)
     axes: list[int | None] = []
     for (path, node), axis in zip(named, above, strict=True):
         if not is_carry(node):
@@ -244,7 +246,7 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
             axes.extend([None] * len(jax.tree.leaves(node)))
         elif axis != 0:
             raise Misuse(
-                f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a custom carry "
+                f"{{verb}} over {{body}}: `{OF_CARRY}` is {axis} for {path}, a custom carry "
                 f"(`{type(node).__name__}`), whose own method `rows` says where its rows are.",
                 "Give a tree with an entry for each part of the carry: 0 for this one, or None if all rows share it.",
             )

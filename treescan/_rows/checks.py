@@ -156,15 +156,12 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
     return jnp.asarray(flags)
 
 
-def check_time_axis(time_axis: Any) -> int:
-    """0 or 1."""
+def check_time_axis(time_axis: Any, name: str = "time_axis", *others: str) -> int:
+    """0 or 1; `others` is advice for other layouts."""
     axis = exact_int(time_axis)
-    layouts = (
-        "0 means that time leads, [T, B, ...]; 1 that the batch leads, [B, T, ...]. For other layouts, use `in_axes` "
-        "and `out_axes`."
-    )
+    layouts = "0 means that time leads, [T, B, ...]; 1 that the batch leads, [B, T, ...]."
     error = ArgumentTypeError if axis is None else ArgumentError
-    expect(axis in (0, 1), "time_axis", "0 or 1", time_axis, layouts, error=error)
+    expect(axis in (0, 1), name, "0 or 1", time_axis, layouts, *others, error=error)
     assert axis is not None
     return axis
 

@@ -178,8 +178,8 @@ def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, .
 
 _ANY_ROWS = (
     "The body must work for any number of rows. `compact` cannot select the rows of an array that the body closes "
-    "over: pass such an array through the carry, or through xs with `in_axes=None` and a tree as `x_axes` that says "
-    "where its rows are."
+    'over: pass such an array through the carry, or through xs with None in `{in_axes}` and a tree in `row_axes["x"]` '
+    "that says where its rows are."
 )
 
 

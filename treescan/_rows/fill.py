@@ -43,7 +43,7 @@ from .._transforms.axes import spread_prefix
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, leaves_with_path, map_leaves
-from .axes import spread_batch_axes, with_axes
+from .axes import OF_Y, spread_batch_axes, with_axes
 from .leaves import mask_of_lengths, pick_steps, select_valid
 
 HOLD = "hold"
@@ -304,7 +304,7 @@ class KeepRows(Transform):
         if result.steps is not None:
             ran = mask_of_lengths(result.steps, loop.length)
             valid = ran[::-1] if loop.reverse else ran
-        y_axes = spread_batch_axes("y_axes", loop.masked.y_axes, one_of(ys), "y", valid.shape[1:])
+        y_axes = spread_batch_axes(OF_Y, loop.masked.y_axes, one_of(ys), "y", valid.shape[1:])
         if loop.length:
             end = slice(None) if loop.masked.given.spans else slice(1) if loop.reverse else slice(-1, None)
             held = [

@@ -26,7 +26,7 @@ from .._loop.loop import Loop, Step, is_untraced, within
 from .._remat.checkpoint import decides
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
-from .axes import RowAxes, spread_batch_axes, with_axes
+from .axes import OF_Y, RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .leaves import (
     RowMask,
@@ -225,7 +225,7 @@ class Masked:
         return [new if same else written(new) for new, same in zip(shown, whole, strict=True)]
 
     def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
-        axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
+        axes = spread_batch_axes(OF_Y, self.y_axes, y, "y", mask.valid.shape)
         return map_leaves(mask.select, y, fill_leaves(self.fill, y), axes)
 
 

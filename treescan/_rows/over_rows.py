@@ -21,6 +21,7 @@ from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, merge
 from .axes import (
+    OF_Y,
     RowAxes,
     RowFlags,
     Rows,
@@ -63,6 +64,11 @@ class OverRows(Transform):
         all_valid, changing = given[:2] == (None, None), _changing(given)
         tells = all_valid or innermost(loop.step, CallBody).sees_valid
         loop, axes = self._lay(loop, valid, lends=not all_valid)
+        keyword = innermost(loop.step, CallBody).told
+        if keyword is not None:
+            from .told import tell
+
+            loop, axes = tell(loop, axes, keyword, resets)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
         unchanged = None
@@ -79,7 +85,7 @@ class OverRows(Transform):
             if loop.limit is not None:
                 refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, self.others, told=tells)
-            axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
+            axes = axes._replace(y=spread_batch_axes(OF_Y, y_axes, hoisted.y, "y", valid.shape[1:]))
             if len(tiers) > 1:
                 from .compact import fewer_tiers, trace_tiers
 

@@ -499,7 +499,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
         raise BodyFault(
             "{body} behaved differently",
             "The body must compute each row independently of the others, for any number of rows. If it cannot, "
-            "leave `compact` out. `y_axes` says where the rows are in its outputs.",
+            'leave `compact` out. `row_axes["y"]` says where the rows are in its outputs.',
         )
     traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
 

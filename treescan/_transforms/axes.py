@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, describe_leaf, shape_of
-from .._errors import ArgumentError, Fault, Misuse, Row, TreescanError, expect
+from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, describe_leaf, exact_int, shape_of
+from .._errors import ArgumentError, Fault, Misuse, Row, TreescanError, TypeMisuse, expect
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step
 from .._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, map_leaves, merge, path_str, split
@@ -88,9 +88,9 @@ def move_outputs(ys: PyTree, out_axes: Axes, root: str = "y", stacked: Sequence[
     """
     if isinstance(out_axes, int) and out_axes == 0:
         return ys
-    axes = spread_axes("out_axes", out_axes, ys, root)
+    axes = spread_axes("{out_axes}", out_axes, ys, root)
     axes = axes if stacked is None else tuple(axis if on else None for axis, on in zip(axes, stacked, strict=True))
-    check_axes("out_axes", axes, ys, root)
+    check_axes("{out_axes}", axes, ys, root)
     return map_leaves(lambda y, axis: jnp.moveaxis(y, 0, axis) if axis else y, ys, axes)
 
 
@@ -178,6 +178,25 @@ def spread_prefix(
         raise Fault(error, f"{{call}}: {option} is not a prefix of {whole or root}: {off}.", cure) from None
 
 
+def by_part(option: str, given: Any, parts: Sequence[str]) -> dict[str, Axes]:
+    """What an option says of each part: one int says it of all, and a mapping of some; of the others, 0.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is neither, or names anything else.
+    """
+    if type(given) is int:
+        return dict.fromkeys(parts, given)
+    named = ", ".join(f'"{part}"' for part in parts)
+    cure = f'To set one alone, write `{option}={{"{parts[0]}": ...}}`.'
+    if isinstance(given, Mapping):
+        for key in (key for key in given if key not in parts):
+            raise TypeMisuse(f"{{call}}: `{option}` has the key {key!r}. Its keys are {named}.", cure)
+        return {part: given.get(part, 0) for part in parts}
+    number = exact_int(given)
+    expect(number is not None, option, f"an int, or a mapping with any of the keys {named}", given, cure)
+    return dict.fromkeys(parts, number)
+
+
 def static_axes(option: str, axes: Axes, *, none: bool = False) -> Prefix:
     """A prefix tree of axes as a static value. Whether it fits a tree is checked where it is used."""
     prefix = Prefix.of(axes)
@@ -209,7 +228,7 @@ def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:
         raise Misuse(
             f"{{call}}: {names} {'name' if len(options) > 1 else 'names'} an axis that is not there.",
             "Axes count from 0, and negative axes count from the end"
-            + (". {axis_none}." if "in_axes" in options else "."),
+            + (". {axis_none}." if "{in_axes}" in options else "."),
             header=("leaf", "axis", "is"),
             rows=rows,
         )

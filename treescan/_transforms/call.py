@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 
 from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
-from .._loop.feed import Feed
+from .._loop.feed import Feed, Keyword
 from .._loop.loop import Body, Callee, Loop, Lowering, Memo, in_turn
 
 if TYPE_CHECKING:
@@ -35,7 +33,7 @@ class Call:
         frozen: whether init, xs or args hold static leaves.
         custom: the classes of the custom carries that init holds.
         sees_valid: whether the body takes `valid`.
-        name: the profiler's name for the loop.
+        told: another keyword that the body takes, or None.
         lowering: further keyword arguments of `jax.lax.scan`.
         others: the calls of blocks that take turns with this one, in order after it. The xs are then a tuple.
     """
@@ -48,7 +46,7 @@ class Call:
     frozen: bool = False
     custom: tuple[type, ...] = ()
     sees_valid: bool = False
-    name: str | None = None
+    told: Keyword | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
     others: tuple[Call, ...] = ()
 
@@ -89,7 +87,7 @@ class Call:
         shared = Shared(given.key, given.args, offset) if given.key is not None or given.args else None
         return Loop(
             callee=Callee(self.body, self.names),
-            step=CallBody(self.body, self.convention, self.sees_valid, self.frozen, self.custom),
+            step=CallBody(self.body, self.convention, self.sees_valid, self.told, self.frozen, self.custom),
             consts=shared,
             state=given.init,
             xs=Feed(given.xs, position=jnp.arange(self.length) if given.key is not None else None),
@@ -97,10 +95,6 @@ class Call:
             lowering=Lowering(self.reverse, self.unroll, self.lowering),
             given=Arguments(None, rows=given.rows, bounds=given.bounds, offset=given.offset),
         )
-
-    def scope(self) -> contextlib.AbstractContextManager[Any]:
-        """Within it, the profiler sees the loop's name."""
-        return jax.named_scope(self.name) if self.name else contextlib.nullcontext()
 
 
 class Arguments(NamedTuple):

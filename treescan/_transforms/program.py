@@ -34,10 +34,9 @@ class Program:
     def __call__(self, given: Arguments) -> Any:
         """The results, static leaves and adopted values still as they are in the loop."""
         loop = self.call.lay(given)
-        with self.call.scope():
-            for transform in self.transforms:
-                loop = transform(loop)
-            return run_nested(loop.having(given=None))  # rules keep loops
+        for transform in self.transforms:
+            loop = transform(loop)
+        return run_nested(loop.having(given=None))  # rules keep loops
 
 
 class Taken(BaseException):

@@ -139,8 +139,7 @@ class EndEarly(Transform):
         Raises:
             Fault: for an `ArgumentError` or a `BodyError` if one does.
         """
-        axes = {"carry_axes": self.carry_axes, "x_axes": self.x_axes, "y_axes": self.y_axes}
-        asked = [name for name, prefix in axes.items() if prefix != _LEADS]
+        asked = ["row_axes"] if {self.carry_axes, self.x_axes, self.y_axes} != {_LEADS} else []
         asked += ["compact"] if self.compact else []
         if asked:
             raise Misuse(
@@ -149,14 +148,17 @@ class EndEarly(Transform):
                 "Let the condition return one bool for each row, bool[*batch], without reducing over the rows. Or "
                 f"leave `{asked[0]}` out.",
             )
-        if body.sees_valid and needs_keyword(body.body, "valid"):
-            raise BodyFault(
-                "{body} needs the keyword `valid`, which {verb} passes only if the condition returns one bool for "
-                "each row. It returned a single bool.",
-                "Let the condition return bool[*batch], or give `valid` a default.",
-            )
+        for name in ("valid", "first"):
+            if needs_keyword(body.body, name):
+                raise BodyFault(
+                    f"{{body}} needs the keyword `{name}`, which {{verb}} passes only if the condition returns one "
+                    "bool for each row. It returned a single bool.",
+                    f"Let the condition return bool[*batch], or give `{name}` a default.",
+                )
         return loop.having(
-            step=within(loop.step, CallBody, lambda body: Untold(dataclasses.replace(body, sees_valid=False)))
+            step=within(
+                loop.step, CallBody, lambda body: Untold(dataclasses.replace(body, sees_valid=False, told=None))
+            )
         )
 
 

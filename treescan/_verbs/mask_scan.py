@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
 from .._arguments import check_options
 from .._avals import Array, ArrayLike, PyTree
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
-from .._errors import explain, in_own_words, verb
+from .._errors import MASK_WORDS, explain, in_own_words, verb
 from .._rows.axes import RowFlags
 from .._rows.checks import check_chunk, check_compact, check_time_axis
 from .._rows.fill import check_fill
-from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, Returned, ScanBody, ValidBody, X, Y
-from .prepare import RowPlan, returned, row_axes, rows_of, run_scan
+from .._transforms.axes import by_part
+from .._types import (
+    Axes,
+    AxesOfRows,
+    AxesOfTime,
+    Carry,
+    FirstBody,
+    KeyedBody,
+    KeyedValidBody,
+    MaskOptions,
+    Returned,
+    ScanBody,
+    ValidBody,
+    ValidFirstBody,
+    X,
+    Y,
+)
+from .prepare import RowPlan, returned, rows_of, run_scan, spread_rows
 
 if TYPE_CHECKING:
     from .._batches.batch import Packed, Padded
@@ -39,6 +55,22 @@ def mask_scan(
 @overload
 def mask_scan(
     f: ValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: FirstBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: FirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidFirstBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, **options: Unpack[MaskOptions]
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidFirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
@@ -72,12 +104,10 @@ def mask_scan(
     mask: ArrayLike | None = None,
     resets: ArrayLike | None = None,
     reset_to: PyTree = None,
-    time_axis: int = 0,
+    time_axis: int | AxesOfTime = 0,
     length: int | None = None,
     fill: PyTree = 0,
-    carry_axes: Axes = 0,
-    x_axes: Axes = 0,
-    y_axes: Axes = 0,
+    row_axes: int | AxesOfRows = 0,
     chunk: int | None = None,
     compact: bool | tuple[int, ...] = False,
     **options: Any,
@@ -97,7 +127,9 @@ def mask_scan(
 
     Args:
         f: the body, `f(carry, x) -> (carry, y)`, which runs once per step, on the whole batch. A body with a third
-            parameter `valid` receives the step's mask, bool[*batch].
+            parameter `valid` receives the step's mask, bool[*batch]. One with a parameter `first` receives which rows
+            take the first valid step of their segment (of the row, without `resets`), in the order of the run. At
+            padding, `first` is that of the step which padding is shown: combine it with `valid` across rows.
         init: the carry that each row starts from; leaves `[*batch, ...]`. The carry of a row does not change in steps
             that are not valid, and a row of length 0 returns its init.
         xs: the inputs; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a `treescan.Packed`
@@ -121,16 +153,18 @@ def mask_scan(
             last segment of a row starts from `init`, and earlier ones from `reset_to`. All sequences of a `Packed`
             start from `reset_to`, in both directions. A `Packed` with an `init` for each sequence restores those
             instead, and a row without any sequence returns `init`.
-        time_axis: the axis of the steps in xs, ys, `mask` and `resets`: 0, or 1 for data with the batch first.
-            `in_axes` and `out_axes`, if given, replace it for xs and ys.
+        time_axis: the axis of the steps in xs, ys, `mask` and `resets`: 0, or 1 for data with the batch first. Or a
+            mapping with any of the keys "xs", "ys" and "mask" (with which `resets` go), each 0 if it is not there:
+            `{"xs": (0, None)}`. "xs" is a prefix tree of xs, as `in_axes` of `treescan.scan`: with None, every step
+            receives the whole leaf. "ys" is a prefix tree of ys, as `out_axes`.
         length: the number of steps T; needed without xs.
         fill: the value of y at padded steps: a number; or "hold", the row's last valid y in the order of the run, and 0
             before there is one; or a prefix tree of y with these.
-        carry_axes: the axis where the batch shape starts, for each leaf of the carry (a prefix tree). None: all rows
-            share the leaf, and it changes in every step in which any row is valid.
-        x_axes: the same for each leaf of one step's x. None: shared by all rows, for example a time index. A leaf with
-            None in `in_axes` has rows only if `x_axes` is a tree that says so.
-        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` if no row is valid.
+        row_axes: the axis where the batch shape starts, in all leaves of the carry, of one step's x and of one step's
+            y. Or a mapping with any of the keys "carry", "x" and "y", each a prefix tree, and 0 if it is not there:
+            `{"carry": (0, None)}`. With None, all rows share a leaf. One of the carry then changes in every step in
+            which any row is valid; one of y is `fill` if no row is valid. A leaf of xs that every step receives whole
+            has rows only if "x" is a tree that says so.
         chunk: the number of steps that are skipped together if no row is valid. None: about 16, fewer for short loops,
             and on a GPU an eighth of a long loop. 0: nothing is skipped, unless no step at all is valid. Results do not
             depend on it.
@@ -140,7 +174,7 @@ def mask_scan(
             rows (at most seven, spaced evenly in ratio from 1 to B), or B/16, B/2 and B if a step has more than 100
             equations; a tuple sets other tiers. The body is traced and compiled once per tier. Steps at the end that
             fill no chunk run on all rows, if they run on any. Results return in the order of the rows.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`, `name`,
+        **options: `reverse`, `unroll`, `key`, `offset`, `remat`, `save`, `truncate`,
             `progress`, `check_finite`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in
             which any row is valid. In reverse, each row runs from its own last valid step to its first, and ys stay
             where their xs are. `key` cannot be combined with `compact`. The gradient saves the steps, or follows
@@ -185,18 +219,33 @@ def mask_scan(
          [ 6.  0.]]
     """
     try:
-        check_options(options, _ACCEPTED, {})
+        check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, MASK_SCAN.call)
-        time_axis, axes = check_time_axis(time_axis), row_axes(carry_axes, x_axes, y_axes)
+        (sliced, stacked, steps), axes = _spread_time(time_axis, xs), spread_rows(row_axes)
         fill, chunk = check_fill(fill), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
-        xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        rows = RowPlan(flags, *axes, time_axis, reset_to, fill, chunk, compact)
-        options = {"in_axes": 0 if xs is None else time_axis, "out_axes": time_axis, **options}
-        return returned(run_scan(MASK_SCAN, f, init, xs, length, rows=rows, **options))
+        told = time_axis.get("xs") if isinstance(time_axis, Mapping) else None
+        xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), steps, told)
+        rows = RowPlan(flags, *axes, steps, reset_to, fill, chunk, compact)
+        result = run_scan(MASK_SCAN, f, init, xs, length, rows=rows, in_axes=sliced, out_axes=stacked, **options)
+        return returned(result)
     except Exception as error:
-        explained = explain(in_own_words(error), "mask_scan", f, init)
+        explained = explain(in_own_words(error), "mask_scan", f, init, MASK_WORDS)
     raise explained
 
 
-_ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys()
+_ACCEPTED = frozenset(MaskOptions.__annotations__) | {"key"}
+_REFUSES = {
+    "in_axes": '`time_axis={"xs": ...}` says where the steps are in xs.',
+    "out_axes": '`time_axis={"ys": ...}` says where the steps are in ys.',
+}
+
+
+def _spread_time(time_axis: Any, xs: PyTree) -> tuple[Axes, Axes, int]:
+    """Where the steps are in xs, in ys, and in the mask and the resets."""
+    each = by_part("time_axis", time_axis, ("xs", "ys", "mask"))
+    if isinstance(time_axis, Mapping):
+        return each["xs"], each["ys"], check_time_axis(each["mask"], 'time_axis["mask"]')
+    others = 'For other layouts, give a mapping: `time_axis={"xs": ..., "ys": ..., "mask": ...}`.'
+    axis = check_time_axis(time_axis, "time_axis", others)
+    return 0 if xs is None else axis, axis, axis

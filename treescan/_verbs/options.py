@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .._avals import PyTree
-from .._loop.loop import Result
+from .._body.call import takes_keyword
+from .._loop.feed import Keyword
+from .._loop.loop import Body, Result
 from .._outputs.outputs import is_positions
 from .._rows.axes import RowFlags
 from .._transforms.transform import Transform
@@ -89,6 +91,15 @@ def strided(save: Save, prepared: Prepared) -> Save:
     from .._options.positions import with_strides
 
     return with_strides(save, prepared.call.length)
+
+
+def telling(body: Body, positional: int) -> Keyword | None:
+    """`first`, a keyword of the body, which takes so many positional arguments."""
+    if not takes_keyword(body, "first", positional):
+        return None
+    from .._options.first import FIRST
+
+    return FIRST
 
 
 def truncating(truncate: Any) -> Transform | None:

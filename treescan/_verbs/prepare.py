@@ -33,7 +33,7 @@ from .._rows.fill import KeepRows
 from .._rows.mask import Mask
 from .._rows.over_rows import OverRows
 from .._rows.skip import Skip
-from .._transforms.axes import OverAxes, static_axes
+from .._transforms.axes import OverAxes, by_part, static_axes
 from .._transforms.call import Arguments, Call
 from .._transforms.program import Program, execute
 from .._transforms.transform import Transform, in_order
@@ -49,6 +49,7 @@ from .options import (
     restored_by,
     showing,
     strided,
+    telling,
     truncating,
     with_report,
 )
@@ -80,10 +81,11 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         known.refuse_batches(xs, in_axes, convention)
 
 
-def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
-    """Where rows are, as the options say."""
-    carries, inputs = static_axes("carry_axes", carry_axes, none=True), static_axes("x_axes", x_axes, none=True)
-    return carries, inputs, static_axes("y_axes", y_axes, none=True)
+def spread_rows(row_axes: Any) -> tuple[Prefix, Prefix, Prefix]:
+    """Where rows are in the carry, in x and in y, as `row_axes` says."""
+    each = by_part("row_axes", row_axes, ("carry", "x", "y"))
+    carries, inputs, outputs = (static_axes(f'row_axes["{part}"]', axes, none=True) for part, axes in each.items())
+    return carries, inputs, outputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,9 +202,9 @@ def prepare(
     in_axes: Axes = 0,
     key: Array | None = None,
     offset: ArrayLike | None = None,
-    name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
+    has_segments: bool = False,
     options: Sequence[Option] = (),
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
@@ -219,9 +221,9 @@ def prepare(
         in_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
         offset: as for `treescan.scan`.
-        name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
+        has_segments: whether it may take `first`.
         options: as for `treescan.scan`.
 
     Raises:
@@ -237,16 +239,19 @@ def prepare(
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
     sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
+    told = telling(body, len(convention.takes)) if has_segments else None
     passed = {"key": "the option `key`"} if key is not None else {}
-    check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
+    passed |= {"valid": "mask_scan"} if sees_valid else {}
+    check_keywords(body, passed | ({} if told is None else {told.slot.name: "mask_scan"}), convention)
     call = Call(
         body,
         convention,
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
         sees_valid=sees_valid,
+        told=told,
         lowering=lowering,
-        **check_run(steps, reverse, unroll, name),
+        **check_run(steps, reverse, unroll),
     )
     given = Arguments(frozen_init, frozen_xs, key, offset=None if offset is None else first_position(offset, steps))
     return Prepared(call, given, axes, adopted, alive, options=options)
@@ -390,7 +395,7 @@ def run_scan(
         refuse_batches(xs, options.get("in_axes", 0), convention)
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
-    call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    call = prepare(convention, f, init, xs, length, masked=rows is not None, has_segments=rows is not None, **options)
     save = strided(save, call)
     if rows is None:
         return call.run(

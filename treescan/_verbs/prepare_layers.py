@@ -367,7 +367,6 @@ def prepare_layers(
     save: Save = "all",
     check_finite: bool = False,
     progress: ProgressLike = None,
-    name: str | None = None,
     options: Sequence[Option] = (),
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
@@ -388,7 +387,7 @@ def prepare_layers(
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
     position = None if offset is None else first_position(offset, sum(stacks.counts))
-    told = check_run(stacks.counts[-1], reverse, unroll, name)
+    told = check_run(stacks.counts[-1], reverse, unroll)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
     prepared = Prepared(

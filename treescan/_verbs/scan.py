@@ -110,7 +110,6 @@ def scan(
     remat: RematLike | None = None,
     save: Save = "all",
     truncate: int | None = None,
-    name: str | None = None,
     progress: ProgressLike = None,
     check_finite: bool | Returned = False,
     options: Sequence[Option] = (),
@@ -158,7 +157,6 @@ def scan(
         truncate: the gradient of the carry is cut at the positions that are multiples of this number, also in reverse:
             truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
             constants of the loop, and are not cut.
-        name: the name of the loop in profilers (a `jax.named_scope`).
         progress: show the progress of the loop: True, a label for the bar, or a `treescan.meters.Progress`. The loop is
             cut into at most 100 chunks, and reports after a chunk, five times a second at most. No step has a branch,
             and the gradient reports nothing. Under `jax.vmap` there is one bar for all elements.
@@ -209,7 +207,6 @@ def scan(
             remat=remat,
             save=save,
             truncate=truncate,
-            name=name,
             progress=progress,
             check_finite=check_finite,
             options=options,
@@ -256,7 +253,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         init: the carry that the first step receives.
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `key`, `offset`, `remat`, `truncate`, `name`, `progress`,
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `offset`, `remat`, `truncate`, `progress`,
             `check_finite`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of
             `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding has no effect.
 
@@ -325,7 +322,7 @@ def accumulate(
         init: the carry that the first step receives. It must not contain static leaves, which cannot be stacked.
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`, `name`,
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`,
             `progress`, `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the
             padding of `xs` `[T, *batch, ...]` has no effect, and the carries of padded steps are 0.
 

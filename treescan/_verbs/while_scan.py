@@ -20,9 +20,10 @@ from .._rows.fill import HOLD, KeepRows, check_fill
 from .._rows.mask import Mask
 from .._tree import short_html, short_repr
 from .._types import (
-    Axes,
+    AxesOfRows,
     Carry,
     Cond,
+    FirstBody,
     KeyedBody,
     KeyedNone,
     KeyedValidBody,
@@ -33,6 +34,7 @@ from .._types import (
     Save,
     ScanBody,
     ValidBody,
+    ValidFirstBody,
     WhileNone,
     WhileOptions,
     WhileXs,
@@ -40,7 +42,7 @@ from .._types import (
     Y,
 )
 from .options import checking, recomputing, recording, showing
-from .prepare import prepare, refuse_batches, row_axes
+from .prepare import prepare, refuse_batches, spread_rows
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -92,6 +94,22 @@ def while_scan(
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
+    cond: Cond[Carry], f: FirstBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Carry], f: FirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Carry], f: ValidFirstBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Carry], f: ValidFirstBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
+) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
     cond: Cond[Carry], f: KeyedBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[KeyedXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
@@ -121,9 +139,7 @@ def while_scan(
     fill: PyTree = 0,
     remat: RematLike | None = None,
     save: Save = "all",
-    carry_axes: Axes = 0,
-    x_axes: Axes = 0,
-    y_axes: Axes = 0,
+    row_axes: int | AxesOfRows = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
     check_finite: bool | Returned = False,
@@ -149,7 +165,7 @@ def while_scan(
             evaluated before every step, on the same carry that the body receives. A row that has stopped stays stopped.
         f: the body, `f(carry, x) -> (carry, y)`, as for `treescan.scan`; it runs once per step, on the whole batch. If
             rows stop independently, a body with a third parameter `valid` receives bool[*batch]: True for the rows that
-            take this step.
+            take this step. One with a parameter `first` receives which rows take their first step.
         init: the carry that the first step receives; leaves `[*batch, ...]` if rows stop independently.
         xs: the inputs to scan over: any pytree with leaves `[T, ...]`, T at least `max_length`; or None. Leaves are
             `[T, *batch, ...]` if rows stop independently.
@@ -162,12 +178,8 @@ def while_scan(
             not supported.
         save: as for `treescan.scan`. "last" is the output of the last step that was taken, per row if rows stop
             independently, or `fill` if there was none; it is computed in every step.
-        carry_axes: the axis where the batch shape starts, for each leaf of the carry (a prefix tree). None: all rows
-            share the leaf, and it changes in every step that any row takes. Like all row options, it needs a condition
-            that returns `bool[*batch]`.
-        x_axes: the same for each leaf of one step's x. None: shared by all rows. A leaf with None in `in_axes` has rows
-            only if `x_axes` is a tree that says so.
-        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` if no row takes the step.
+        row_axes: as for `treescan.mask_scan`. A leaf of the carry that all rows share changes in every step that any
+            row takes. Like `compact`, it needs a condition that returns `bool[*batch]`.
         compact: True: about every 16 steps, the rows that continue are moved to the front, along the first axis of the
             batch, and the body runs on the smallest tier that holds them. Neither the body nor the condition may close
             over arrays that have rows (pass them through the carry or xs), and both must accept any number of rows.
@@ -176,7 +188,7 @@ def while_scan(
         progress: as for `treescan.scan`. It shows the steps that were taken, because their number is not known before.
         check_finite: as for `treescan.scan`. Rows that have stopped are not checked.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
-            chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `offset`, `name`, as for `treescan.scan`.
+            chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `offset`, as for `treescan.scan`.
             `key` and `compact` cannot be combined.
 
     Returns:
@@ -228,8 +240,8 @@ def while_scan(
         refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
         plan, out_axes = _check_remat(remat), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
-        call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        rows, condition = row_axes(carry_axes, x_axes, y_axes), Body.of(cond)
+        call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, has_segments=True, **options)
+        rows, condition = spread_rows(row_axes), Body.of(cond)
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         # The function of an equal condition may be another object, so that the call keeps it alive.
         call = dataclasses.replace(call, cond=condition.function)

@@ -77,7 +77,7 @@ def test_padding_is_not_counted(padding: float) -> None:
         np.where(VALID[..., None], VALUES, np.float32(padding))
     )
     final, _ = treescan.mask_scan(
-        step, histogram(EDGES), padded, mask=VALID, y_axes=None
+        step, histogram(EDGES), padded, mask=VALID, row_axes={"y": None}
     )
     np.testing.assert_array_equal(
         final.counts, np.histogram(VALUES[VALID], EDGES)[0]

@@ -180,8 +180,8 @@ def loop(g: Builder) -> Value:
         "treescan.fold(lambda c, u: jnp.tanh(c + u), {0}, {1})",
         "treescan.scan(lambda c, u: (jnp.tanh(c * u), c), {0}, {1}, remat='step')[1][-1]",
         "treescan.accumulate(lambda c, u: jnp.sin(c + u), {0}, {1}, reverse=True)[0]",
-        "treescan.mask_scan(lambda c, u: (jnp.tanh(c + u), c), {0}, {1}, lengths=1, carry_axes=None, x_axes=None, "
-        "y_axes=None)[0]",
+        "treescan.mask_scan(lambda c, u: (jnp.tanh(c + u), c), {0}, {1}, lengths=1, "
+        "row_axes=dict(carry=None, x=None, y=None))[0]",
         "treescan.while_scan(lambda c: jnp.sum(jnp.square({1})) < 2.5, lambda c, u: (jnp.tanh(c + u), None), {0}, {1}).carry",
         "jax.lax.fori_loop(0, 2, lambda i, c: jnp.tanh(c + {1}[0]), {0})",
         "treescan.fori(0, 2, lambda i, c: jnp.tanh(c + {1}[0]), {0})",
@@ -192,7 +192,7 @@ def loop(g: Builder) -> Value:
             "jax.lax.scan(lambda c, u: (jnp.tanh(c @ {1} + u), None), {0}, {1})[0]",
             "treescan.fold(lambda c, u: jnp.tanh(c @ {1} + u), {0}, {1}, remat='nested')",
             "treescan.mask_scan(lambda c, u: (jnp.tanh(c @ {1} + u), c), {0}, jnp.concatenate([{1}, {1}]), "
-            f"lengths={d}, carry_axes=None, x_axes=None, y_axes=None, chunk=2)[0]",
+            f"lengths={d}, row_axes=dict(carry=None, x=None, y=None), chunk=2)[0]",
         ]
     if g.forward:
         texts.append("jax.lax.while_loop(lambda c: jnp.any(jnp.sum(jnp.square(c)) > 0.5), lambda c: 0.5 * c, {0})"

@@ -130,23 +130,35 @@ def _prefix(values: list[Any]) -> str:
     return "(" + ", ".join(map(repr, values)) + ("," if len(values) == 1 else "") + ")"
 
 
+def _named(**texts: str) -> str:
+    return f"dict({', '.join(f'{name}={text}' for name, text in texts.items())})"
+
+
 def call_options(program: Program) -> list[str]:
     options = dict(program.options)
     verb = program.verb
+    into = out = ""
     first = options.get("time_axis") == "1"
     if any(x.whole or x.time != int(first) for x in program.xs):
         axes = [None if x.whole else x.time for x in program.xs]
-        options["in_axes"] = _prefix(axes) if axes[1:] != axes[:-1] or None in axes else repr(axes[0])
+        into = _prefix(axes) if axes[1:] != axes[:-1] or None in axes else repr(axes[0])
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]
     if any(time != int(first) for time in given):
-        options["out_axes"] = _prefix(given) if given[1:] != given[:-1] else repr(given[0])
+        out = _prefix(given) if given[1:] != given[:-1] else repr(given[0])
+    if verb == "mask_scan" and into + out:
+        first_or_second = str(int(first))
+        options["time_axis"] = _named(xs=into or first_or_second, ys=out or first_or_second, mask=first_or_second)
+    else:
+        options |= {name: text for name, text in (("in_axes", into), ("out_axes", out)) if text}
     if program.by_rows or program.flags == "lengths":
+        rows = {}
         if any(leaf.axis != 0 for leaf in program.carry):
-            options["carry_axes"] = _prefix([leaf.axis for leaf in program.carry])
+            rows["carry"] = _prefix([leaf.axis for leaf in program.carry])
         if any(leaf.axis != 0 or leaf.whole for leaf in program.xs):
-            options["x_axes"] = _prefix([leaf.axis for leaf in program.xs])
+            rows["x"] = _prefix([leaf.axis for leaf in program.xs])
         if any(leaf.axis != 0 for leaf in program.ys):
-            options["y_axes"] = _prefix([leaf.axis for leaf in program.ys])
+            rows["y"] = _prefix([leaf.axis for leaf in program.ys])
+        options |= {"row_axes": _named(**rows)} if rows else {}
         flags = program.flags.split("+")
         for i, name in enumerate([] if verb == "while_scan" else flags):
             text = f"flags[{i}]"

@@ -85,7 +85,9 @@ def has(*names: str) -> frozenset[str]:
 # The cell.
 
 
-def cell(w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, valid: Any = None) -> tuple[State, Y]:
+def cell(
+    w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, valid: Any = None, first: Any = None
+) -> tuple[State, Y]:
     """One step: an array that is multiplied by weights, and a count."""
     linear = "linear" in how
     act = state.act or (same if linear else jnp.tanh)
@@ -95,6 +97,8 @@ def cell(w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, 
         h = h * jnp.broadcast_to(1 + jax.random.uniform(key, (D,)), h.shape)
     if valid is not None:
         h = h * jnp.where(valid, 2.0, 1.0)[..., None]
+    if first is not None:
+        h = h * jnp.where(first, 3.0, 1.0)[..., None]
     return state._replace(h=h, n=state.n + 1), Y(2 * h if linear else h * h, state.n)
 
 
@@ -102,7 +106,7 @@ def body_of(
     function: Callable[..., Any], count: int, how: frozenset[str], types: Mapping[str, Any], name: str = "step"
 ) -> Any:
     """A body of `count` arguments, of these types, that takes the keywords that its call passes, and no others."""
-    arguments, keywords = "abcde"[:count], [key for key in ("key", "valid") if key in how]
+    arguments, keywords = "abcde"[:count], [key for key in ("key", "valid", "first") if key in how]
     taken = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
     passed = ", ".join([*arguments, *(f"{key}={key}" for key in keywords)])
     made = eval(compile(f"lambda function: lambda {taken}: function({passed})", __file__, "eval"))(function)

@@ -37,7 +37,6 @@ COSTS = {
     "remat=Remat(chunk=2)": Form("remat", {"remat": Remat(levels=2, chunk=2)}, free=True),
     "remat=Remat.fit(bytes)": Form("remat", {"remat": Remat.fit(10_000)}, free=True),
     'remat=Remat(offload="pinned_host")': Form("remat", {"remat": Remat(offload="pinned_host")}, free=True),
-    "name": Form("name", {"name": "loop"}, free=True),
 }
 SHARED = {
     "reverse": Form("reverse", {"reverse": True}),
@@ -126,7 +125,7 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 
 GIVEN = {"w": drawn(0, D, D), "h": abs(drawn(1, D)), "a": drawn(2, T, D), "b": drawn(3, T, D)}
 FORI = {name: form for name, form in CHECKED.items() if form.option in (
-    "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry",
+    "reverse", "unroll", "progress", "check_finite", "key", "static leaf", "custom carry",
     "annotated body")}  # fmt: skip
 WHILE = {
     **CHECKED,

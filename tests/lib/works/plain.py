@@ -222,7 +222,7 @@ def mask_scan(
     f: Body, init: Any, xs: Any = None, *, lengths: Any = None, mask: Any = None, resets: Any = None,
     reset_to: Any = None, time_axis: int = 0, length: int | None = None, fill: Any = 0, carry_axes: Any = 0,
     x_axes: Any = 0, y_axes: Any = 0, reverse: bool = False, in_axes: Any = None, out_axes: Any = None, key: Any = None,
-    save: Any = "all", truncate: int | None = None, offset: int = 0, **costs: Any,
+    save: Any = "all", truncate: int | None = None, offset: int = 0, tells_first: bool = False, **costs: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     in_axes = time_axis if in_axes is None else in_axes
     out_axes = time_axis if out_axes is None else out_axes
@@ -249,10 +249,12 @@ def mask_scan(
             earlier = offset + counts[before[row]] if before[row] is not None else offset - 1 if offset else None
             if crosses(earlier, offset + counts[position], truncate):
                 state = each(jax.lax.stop_gradient, state)
-            if restarts(valid, begins, row, position, reverse):
+            begun = restarts(valid, begins, row, position, reverse)
+            if begun:
                 state = without_rows(starts[row], carry_axes, state)
             x = row_of(at(xs, in_axes, position), x_axes, row)
-            states[row], outputs[position][row] = f(state, x, **keyword(key, offset + position))
+            told = {"first": jnp.asarray(begun or (before[row] is None and not offset))} if tells_first else {}
+            states[row], outputs[position][row] = f(state, x, **keyword(key, offset + position), **told)
             before[row] = position
         if running:
             states = {row: without_rows(state, carry_axes, states[running[0]]) for row, state in states.items()}
@@ -261,7 +263,8 @@ def mask_scan(
     if some is None:  # no step of any row is valid
         first = each(lambda leaf, axis: leaf if axis is None else one_step(leaf, axis), xs, in_axes)
         x = row_of(at(first, in_axes, 0), x_axes, rows[0])
-        types = jax.eval_shape(lambda: f(states[rows[0]], x, **keyword(key, 0))[1])
+        told = {"first": jnp.asarray(True)} if tells_first else {}
+        types = jax.eval_shape(lambda: f(states[rows[0]], x, **keyword(key, 0), **told)[1])
         some = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), types)
     empty = each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
     ys, lasts = _filled(outputs, rows, order, fill, empty, y_axes)

@@ -19,10 +19,15 @@ LENGTHS = np.array([4, 2, 0])
 VALID = np.arange(T)[:, None] < LENGTHS
 MASK = np.array([[0, 1, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0]], bool)
 RESETS = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
+PARTS = {"in_axes": 'time_axis["xs"]', "out_axes": 'time_axis["ys"]'}
+SHARED = {
+    name.replace(form.option, PARTS[form.option]) if (of_time := form.option in PARTS) else name: (
+        form._replace(option="time_axis") if of_time else form
+    )
+    for name, form in {**CHECKED, **PART, **OUTPUTS}.items()
+}
 FORMS = {
-    **CHECKED,
-    **PART,
-    **OUTPUTS,
+    **SHARED,
     'save=(2, "last")': Form("save", {"save": Y(2, "last")}),
     "mask": Form("lengths", {"mask": MASK}),
     "traced lengths": Form("lengths", how=has("traced")),
@@ -30,12 +35,12 @@ FORMS = {
     "resets": Form("resets", {"resets": RESETS}),
     "reset_to": Form("reset_to", {"resets": RESETS, "reset_to": "another state"}),
     "time_axis": Form("time_axis", {"time_axis": 1}),
-    "carry_axes": Form("carry_axes", {"carry_axes": State(1, 0)}),
-    "carry_axes=(0, None)": Form("carry_axes", {"carry_axes": State(0, None)}, has("shared count")),
-    "x_axes": Form("x_axes", {"x_axes": X(1, 0)}),
-    "x_axes=(0, None)": Form("x_axes", {"x_axes": X(0, None)}),
-    "y_axes": Form("y_axes", {"y_axes": Y(1, 0)}),
-    "y_axes=(0, None)": Form("y_axes", {"y_axes": Y(0, None)}),
+    'row_axes["carry"]': Form("row_axes", {"carry_axes": State(1, 0)}),
+    'row_axes["carry"]=(0, None)': Form("row_axes", {"carry_axes": State(0, None)}, has("shared count")),
+    'row_axes["x"]': Form("row_axes", {"x_axes": X(1, 0)}),
+    'row_axes["x"]=(0, None)': Form("row_axes", {"x_axes": X(0, None)}),
+    'row_axes["y"]': Form("row_axes", {"y_axes": Y(1, 0)}),
+    'row_axes["y"]=(0, None)': Form("row_axes", {"y_axes": Y(0, None)}),
     "fill": Form("fill", {"fill": Y(7, -1)}),
     'fill="hold"': Form("fill", {"fill": "hold"}),
     "chunk=2": Form("chunk", {"chunk": 2}, free=True),
@@ -43,6 +48,7 @@ FORMS = {
     "compact": Form("compact", {"compact": True, "chunk": 2}, free=True),
     "compact=(1, 3)": Form("compact", {"compact": (1, 3), "chunk": 2}, free=True),
     "valid": Form("valid", how=has("valid")),
+    "first": Form("first", how=has("first")),
     "one row": Form("batch", how=has("one row")),
 }
 
@@ -146,7 +152,19 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         xs = _laid_out(given, options, how)
     if "padded" in how and lib is not plain:
         xs = treescan.Padded(xs, jnp.asarray(passed.pop("lengths")))
-    return values(lib.mask_scan(body, init, xs, **passed))
+    if lib is plain and "first" in how:
+        passed["tells_first"] = True
+    return values(lib.mask_scan(body, init, xs, **(passed if lib is plain else _as_taken(passed))))
+
+
+def _as_taken(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of the plain meaning as `mask_scan` takes them: one says where rows are, and one where time is."""
+    taken = dict(options)
+    rows = {part: taken.pop(f"{part}_axes") for part in ("carry", "x", "y") if f"{part}_axes" in taken}
+    time = {part: taken.pop(name) for part, name in (("xs", "in_axes"), ("ys", "out_axes")) if name in taken}
+    if time:
+        taken["time_axis"] = dict.fromkeys(("xs", "ys", "mask"), taken.get("time_axis", 0)) | time
+    return taken | ({"row_axes": rows} if rows else {})
 
 
 GIVEN = {"w": drawn(0, D, D), "h": abs(drawn(1, B, D)), "a": drawn(2, T, B, D), "b": drawn(3, T, B, D)}
@@ -155,6 +173,14 @@ VERBS = {
         program,
         FORMS,
         GIVEN,
-        ALONE | has("carry_axes=(0, None)", "x_axes=(0, None)", "y_axes=(0, None)", "compact=(1, 3)", "chunk=0"),
+        ALONE.union(
+            {
+                'time_axis["xs"]=(-1, None)',
+                'time_axis["ys"]=-1',
+                'row_axes["carry"]=(0, None)',
+                'row_axes["x"]=(0, None)',
+            },
+            {'row_axes["y"]=(0, None)', "compact=(1, 3)", "chunk=0"},
+        ),
     )
 }

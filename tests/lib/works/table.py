@@ -42,7 +42,7 @@ _BODIES = {LINEAR: has("linear"), **dict.fromkeys(_OF_FEATURES, has("apart"))}
 OFFERED = {
     "in_axes": 0, "out_axes": 0, "key": KEY, "offset": 4, "remat": "step", "save": "last", "truncate": 2, "length": 5,
     "lengths": 5, "mask": np.ones(5, bool), "resets": np.ones(5, bool), "reset_to": 0, "time_axis": 1, "fill": 1,
-    "carry_axes": 0, "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (), "state": 0,
+    "row_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (), "state": 0,
 }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def pairs(verb: str) -> Iterator[Cell]:
 
 def conflicts(a: Form, b: Form) -> bool:
     """Whether both say the same thing."""
-    return a.option == b.option or bool(set(a.options) & set(b.options))
+    return (a.option == b.option and a.option not in ("row_axes", "time_axis")) or bool(set(a.options) & set(b.options))
 
 
 def offered(verb: str) -> Iterator[Cell]:

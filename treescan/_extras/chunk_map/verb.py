@@ -40,7 +40,6 @@ def chunk_map(
     reduce: Literal["sum"] | None = None,
     remat: RematLike | None = "step",
     unroll: int | bool = 1,
-    name: str | None = None,
     progress: ProgressLike = None,
 ) -> Any:
     """Calls a function on chunks of `xs`, one after the other, in the memory of one chunk.
@@ -106,7 +105,7 @@ def chunk_map(
             cure = "Leave it out, or call `treescan.fold`, whose carry is shown."
             raise Misuse("{call}: `show` of a `Progress` is given the carry, and {verb} has none.", cure)
         refuse_batches(xs, in_axes, CHUNK_MAP)
-        call = prepare(CHUNK_MAP, f, (), xs, measure=_entries, in_axes=in_axes, unroll=unroll, name=name, masked=True)
+        call = prepare(CHUNK_MAP, f, (), xs, measure=_entries, in_axes=in_axes, unroll=unroll, masked=True)
         return _run(call, min(size, call.call.length or size), out, None if plan is None else Recompute(plan), progress)
     except Exception as error:
         explained = explain(error, "chunk_map", f, words=CHUNK_WORDS)

@@ -14,6 +14,7 @@ from ..._avals import Array, ArrayLike, PyTree, bytes_of, describe_argument
 from ..._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from ..._errors import (
     LAYER_WORDS,
+    MASK_WORDS,
     RAGGED_WORDS,
     STEP_WORDS,
     WHILE_WORDS,
@@ -165,7 +166,7 @@ _VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {
     fold: (RAGGED_WORDS, 0),
     accumulate: (RAGGED_WORDS, 0),
     fori: (STEP_WORDS, 2),
-    mask_scan: (STEP_WORDS, 0),
+    mask_scan: (MASK_WORDS, 0),
     while_scan: (WHILE_WORDS, 1),
     scan_layers: (LAYER_WORDS, 0),
     fold_layers: (LAYER_WORDS, 0),

@@ -211,7 +211,6 @@ class Roles:
         unroll: as for `treescan.scan`.
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
-        name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         progress: as for `treescan.scan`.
         check_finite: as for `treescan.scan`.
@@ -229,7 +228,6 @@ class Roles:
     unroll: int | bool = 1
     remat: RematLike | None = None
     save: Save = "all"
-    name: str | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
     progress: ProgressLike = None
     check_finite: bool = False
@@ -274,7 +272,6 @@ def _prepare(
         reverse=roles.reverse,
         unroll=roles.unroll,
         in_axes=axes,
-        name=roles.name,
         lowering=roles.lowering,
     )
     broadcast = freeze_static(groups.broadcast, scalars=True)
@@ -334,7 +331,7 @@ def broadcast_of(
 ) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
     call, once, _ = _prepare(step, roles, groups, rngs, carry, args, None)
-    with silent(), call.call.scope():
+    with silent():
         return once.part(call.call.lay(call.given)).once.broadcast
 
 

@@ -121,7 +121,6 @@ def lift(
     metadata_fn: Callable[[PyTree, int, bool], PyTree] | None = None,
     remat: RematLike | None = None,
     save: Save = "all",
-    name: str | None = None,
     progress: ProgressLike = None,
     check_finite: bool = False,
 ) -> Lifted:
@@ -154,7 +153,6 @@ def lift(
             True.
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
-        name: as for `treescan.scan`.
         progress: as for `treescan.scan`. `show` receives the carry.
         check_finite: as for `treescan.scan`, of the carry and the carried collections. In the record, `carry` has the
             fields `variables` (the carried collections) and `carry`, and `x` has the fields `variables` (the scanned
@@ -201,7 +199,7 @@ def lift(
         )
         roles = Roles(
             collections.numbers(out=False), collections.numbers(out=True), in_axes, out_axes, length, reverse, unroll,
-            remat, save, name, progress=progress, check_finite=check_finite, convention=_CONVENTION,
+            remat, save, progress=progress, check_finite=check_finite, convention=_CONVENTION,
         )  # fmt: skip
         step = GroupStep(_Call(fn, collections, data_transform), fn)
     except Exception as error:

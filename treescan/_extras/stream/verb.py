@@ -147,7 +147,6 @@ def stream(
     donate: bool | None = None,
     progress: ProgressLike = None,
     check_finite: bool = False,
-    name: str | None = None,
     **unknown: Any,
 ) -> Any:
     """Scans over a source that need not fit into memory, in parts of `part` steps.
@@ -231,7 +230,7 @@ def stream(
         if parts and on_part is not None:
             raise Misuse("{call}: `parts=True` takes no `on_part`: the loop over its parts is there in its place.")
         donate = on_part is None and not parts if donate is None else donate
-        options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
+        options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save}
         run = _run_of(
             f,
             init,

@@ -32,6 +32,7 @@ from ..._rows.leaves import (
     take_row,
 )
 from ..._rows.mask import Mask
+from ..._rows.told import WithKeyword
 from ..._trace.blame import Blame, becomes_bad
 from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift
 from ..._transforms.nest import KeepUnchanged, run_nested
@@ -215,7 +216,7 @@ class Site:
 
     def x_of(self, x: PyTree, consts: PyTree) -> PyTree:
         """The user's x, of one that a step is fed and the consts of the given loop."""
-        slices = self.about.slices
+        x, slices = x.x if isinstance(x, WithKeyword) else x, self.about.slices
         return x if slices is None else slices.join(jax.tree.leaves(consts), jax.tree.leaves(x))
 
     @property
@@ -248,6 +249,8 @@ class Site:
         whole: list[str] = []
         if self.about.slices is not None:
             whole, named = split([axis is None for axis in self.about.slices.axes], named)
+        if isinstance(xs.x, WithKeyword):
+            named.append("first")
         fed, others = self.hoisted.loop.xs, {"position": "the position", "valid": "valid"}
         return whole, [*named, *(text for field, text in others.items() if getattr(fed, field) is not None)]
 

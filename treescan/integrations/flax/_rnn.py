@@ -171,8 +171,8 @@ class _LiftedLoop:
 
     def _scan(self, loop: Loop, xs: CellInputs) -> tuple[Loop, tuple[PyTree, Any]]:
         rnn = self.rnn
-        axes: dict[str, Any] = {"in_axes": CellInputs(self.time_axis, 0, 0), "out_axes": (self.time_axis, 0)}
-        options: dict[str, Any] = {"unroll": rnn.unroll, "remat": rnn.remat, **axes}
+        into, out = CellInputs(self.time_axis, 0, 0), (self.time_axis, 0)
+        options: dict[str, Any] = {"unroll": rnn.unroll, "remat": rnn.remat}
         if not self.initializing:
             options |= {"progress": shown_as(rnn.progress, carry_of), "check_finite": rnn.check_finite}
 
@@ -188,8 +188,9 @@ class _LiftedLoop:
         functools.update_wrapper(cell, self.named, ("__name__", "__qualname__"), ())  # errors say where it was written
         vars(cell)["__signature__"] = named_signature("carry", "x")
         if self.lengths is None:
-            return scan(cell, loop, xs, **options)
-        options |= {"carry_axes": Loop(0, None, None), "x_axes": CellInputs(0, None, None), "y_axes": (0, None)}
+            return scan(cell, loop, xs, in_axes=into, out_axes=out, **options)
+        options["time_axis"] = {"xs": into, "ys": out}
+        options["row_axes"] = {"carry": Loop(0, None, None), "x": CellInputs(0, None, None), "y": (0, None)}
         return mask_scan(cell, loop, xs, lengths=self.lengths, chunk=rnn.chunk, compact=rnn.compact, **options)
 
 

@@ -261,7 +261,6 @@ def scan(
     *,
     remat: RematLike | None = None,
     save: Save = "all",
-    name: str | None = None,
     progress: ProgressLike = None,
     check_finite: bool = False,
 ) -> Target:
@@ -301,7 +300,6 @@ def scan(
         check_constancy_invariants: False: broadcast variables are only read, and nothing is proven.
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
-        name: as for `treescan.scan`.
         progress: as for `treescan.scan`. `show` receives the carry, and `init` shows the bar too.
         check_finite: as for `treescan.scan`, of the carry and the carried variables.
 
@@ -347,5 +345,5 @@ def scan(
         "check_constancy_invariants": check_constancy_invariants,
     }
     watch = {"progress": progress, "check_finite": check_finite}
-    transform = _transform(target, {"remat": remat, "save": save, "name": name, **watch})
+    transform = _transform(target, {"remat": remat, "save": save, **watch})
     return cast("Target", lift_transform(transform, target, methods=methods, **given))

@@ -39,7 +39,6 @@ class Settings(TypedDict, total=False):
     graph: bool | None
     graph_updates: bool | None
     remat: RematLike | None
-    name: str | None
     progress: ProgressLike
     check_finite: bool
 
@@ -62,14 +61,13 @@ def scan(
     graph: bool | None = None,
     graph_updates: bool | None = None,
     remat: RematLike | None = None,
-    name: str | None = None,
     progress: ProgressLike = None,
     check_finite: bool = False,
 ) -> Any:
     """Scans a function whose arguments and outputs are arrays, flax.nnx modules, or trees of both.
 
     It takes the arguments of `nnx.scan`, and returns the same: outputs, and modules that are updated in place. The loop
-    is a `treescan.scan`, with its checks and its options `remat`, `name`, `progress` and `check_finite`. Without `f`,
+    is a `treescan.scan`, with its checks and its options `remat`, `progress` and `check_finite`. Without `f`,
     `scan(...)` is a decorator.
 
     Each variable has one role. *Scanned* over: each step receives its slice, and the slices after the steps are
@@ -100,7 +98,6 @@ def scan(
             are. None: the mode that `nnx.set_graph_updates` set, which is True by default.
         _split_transpose: as for `treescan.scan`.
         remat: as for `treescan.scan`.
-        name: the name of the loop in profilers (a `jax.named_scope`).
         progress: as for `treescan.scan`. `show` receives a dict from names to the arrays of the carry.
         check_finite: as for `treescan.scan`, of the carry and the carried variables. In the record, `carry` and `x` are
             dicts from names to arrays.
@@ -130,7 +127,7 @@ def scan(
         >>> print(module.total[...], totals)
         6.0 [1. 3. 6.]
     """
-    options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
+    options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat}
     options |= {"progress": shown_as(progress, by_name), "check_finite": check_finite}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
     settings = in_axes, out_axes, transform_metadata or {}, graph, graph_updates, options
