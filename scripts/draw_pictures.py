@@ -396,23 +396,23 @@ QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # and t
 def folders() -> str:
     """The parts of the house, each with its folders from the top down, and with their sizes."""
     core = tuple(line for _, lines in FLOORS[:-1] for line in lines)
-    rows, counts = ["| folder | what it is | files | lines of code |", "|---|---|--:|--:|"], list[int]()
+    rows, counts = ["| folder, and what it is | files | lines of code |", "|---|--:|--:|"], list[int]()
     for part, lines in (("the core", core), *BESIDE, FLOORS[-1]):
         roots = re.findall(r"\w+", " ".join(lines))[::-1]
         inside = [root for root in roots if (PACKAGE / root).is_dir()]
         single = [PACKAGE / f"{root}.py" for root in roots if root not in inside]
         own = _sizes_of(*(PACKAGE / root for root in inside), *single)
-        rows.append(f"| **{part}** | | {len(own)} | **{sum(own):,}** |")
+        rows.append(f"| **{part}** | {len(own)} | **{sum(own):,}** |")
         for root in inside:
             found = _sizes_of(PACKAGE / root)
             rows.append(
-                f"| `{root}/` | {_first_sentence(PACKAGE / root / '__init__.py')} | {len(found)} | {sum(found):,} |"
+                f"| `{root}/`<br>{_first_sentence(PACKAGE / root / '__init__.py')} | {len(found)} | {sum(found):,} |"
             )
         if single:
             names, found = ", ".join(f"`{file.name}`" for file in single), _sizes_of(*single)
-            rows.append(f"| | {names} | {len(found)} | {sum(found):,} |")
+            rows.append(f"| {names} | {len(found)} | {sum(found):,} |")
         counts += own
-    return "\n".join([*rows, f"| **all** | | {len(counts)} | **{sum(counts):,}** |"]) + "\n"
+    return "\n".join([*rows, f"| **all** | {len(counts)} | **{sum(counts):,}** |"]) + "\n"
 
 
 def _sizes_of(*places: Path) -> list[int]:

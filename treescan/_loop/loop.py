@@ -357,20 +357,41 @@ class Loop:
     turns: tuple[Loop, ...] = ()
     finish: tuple[Finish, ...] = ()
 
-    @property
-    def body(self) -> Body:
-        """The handle of the user's function."""
-        return self.callee.body
+    if TYPE_CHECKING:
 
-    @property
-    def names(self) -> tuple[str, str]:
-        """What the user's function calls its carry and its x."""
-        return self.callee.names
+        @property
+        def body(self) -> Body:
+            """The handle of the user's function."""
+            return self.callee.body
 
-    @property
-    def reverse(self) -> bool:
-        """Whether it runs from the last position to the first."""
-        return self.lowering.reverse
+        @property
+        def names(self) -> tuple[str, str]:
+            """What the user's function calls its carry and its x."""
+            return self.callee.names
+
+        @property
+        def reverse(self) -> bool:
+            """Whether it runs from the last position to the first."""
+            return self.lowering.reverse
+
+        @property
+        def hoisted(self) -> Hoisted:
+            """What was read off its trace; it was traced."""
+            assert self.trace is not None
+            return self.trace
+
+        @property
+        def masked(self) -> Rows:
+            """Where its rows are; it has rows."""
+            assert self.rows is not None
+            return self.rows
+
+    else:  # read hundreds of times on the way to a trace: these are no calls of Python
+        body = property(operator.attrgetter("callee.body"))
+        names = property(operator.attrgetter("callee.names"))
+        reverse = property(operator.attrgetter("lowering.reverse"))
+        hoisted = property(operator.attrgetter("trace"))
+        masked = property(operator.attrgetter("rows"))
 
     @property
     def offset(self) -> Array | None:
@@ -381,18 +402,6 @@ class Loop:
     def limit(self) -> Array | None:
         """int32[], the most steps of a loop that may end early; None: it takes all of them."""
         return None if self.runner is None else self.runner.limit
-
-    @property
-    def hoisted(self) -> Hoisted:
-        """What was read off its trace; it was traced."""
-        assert self.trace is not None
-        return self.trace
-
-    @property
-    def masked(self) -> Rows:
-        """Where its rows are; it has rows."""
-        assert self.rows is not None
-        return self.rows
 
     @property
     def each(self) -> tuple[Loop, ...]:
