@@ -54,12 +54,14 @@ def checking(value: Any, prepared: Prepared, *, ends_early: bool = False, layers
 
 def with_report(result: Any, transforms: Sequence[Transform]) -> Any:
     """The result of a loop, with the report that `check_finite="return"` promises; else what it found is raised."""
-    returned = [each for each in transforms if getattr(each, "returned", False)]
+    returned = False
+    for each in transforms:
+        returned = returned or getattr(each, "returned", False)
     if not returned and not (isinstance(result, Result) and result.evidence is not None):
         return result
     from .._options.finite.check import delivered
 
-    return delivered(Result(*result), returned=bool(returned))
+    return delivered(Result(*result), returned=returned)
 
 
 def recomputing(remat: Any) -> Transform | None:
@@ -72,12 +74,16 @@ def recomputing(remat: Any) -> Transform | None:
 
 
 def _has_positions(save: Save) -> bool:
-    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+    return any(map(is_positions, Prefix.of(save).leaves))
+
+
+_PLAIN = (str, int, type(None))
+"""What most calls say of outputs: it holds no positions."""
 
 
 def recording(save: Any) -> Transform | None:
     """Positions in `save`."""
-    if not _has_positions(save):
+    if isinstance(save, _PLAIN) or not _has_positions(save):
         return None
     from .._options.positions import RecordOutputs
 
@@ -86,7 +92,7 @@ def recording(save: Any) -> Transform | None:
 
 def strided(save: Save, prepared: Prepared) -> Save:
     """What `save` says, with a number in place of positions that are those of every k-th output."""
-    if prepared.given.offset is not None or not _has_positions(save):
+    if prepared.given.offset is not None or isinstance(save, _PLAIN) or not _has_positions(save):
         return save
     from .._options.positions import with_strides
 

@@ -83,6 +83,8 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
 
 def spread_rows(row_axes: Any) -> tuple[Prefix, Prefix, Prefix]:
     """Where rows are in the carry, in x and in y, as `row_axes` says."""
+    if type(row_axes) is int:  # of all three, as in most calls
+        return (Prefix.of(row_axes),) * 3
     each = by_part("row_axes", row_axes, ("carry", "x", "y"))
     carries, inputs, outputs = (static_axes(f'row_axes["{part}"]', axes, none=True) for part, axes in each.items())
     return carries, inputs, outputs
@@ -129,7 +131,7 @@ class Prepared:
         Returns:
             The last state and ys; a `Result` if there is more. Its `evidence` is the report that the user gets.
         """
-        program = Program(self.call, in_order(*of_strangers(self.options), *transforms))
+        program = Program(self.call, in_order(*(of_strangers(self.options) if self.options else ()), *transforms))
         if self.given.offset is not None:
             for transform in program.transforms:
                 transform.refuse_part(self.call, self.given)

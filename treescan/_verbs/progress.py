@@ -29,12 +29,12 @@ def around() -> Progress | None:
 
 def silent() -> contextlib.AbstractContextManager[Any]:
     """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
-    return contextlib.nullcontext() if around() is None else _context(None)
+    return contextlib.nullcontext() if _context is None or _context.value is None else _context(None)
 
 
 def shown_around(call: Call) -> Progress | None:
     """What is shown of a call that does not mention `progress`. Steps whose number is symbolic are not shown."""
-    shown = around()
+    shown = None if _context is None else _context.value
     if shown is None or not isinstance(call.length, int):
         return None
     from .._options.progress.show import label_of
