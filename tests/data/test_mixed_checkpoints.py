@@ -127,9 +127,7 @@ ORDER = [0, 1, 0, 1, 1]
 
 def test_names_for_each_stack_or_for_all():
     state = mixed()
-    dense, experts = state_dict.layers_from_state_dict(
-        state, LIKES, prefix="h", names=NAMES, order=np.array(ORDER)
-    )
+    dense, experts = state_dict.layers_from_state_dict(state, LIKES, prefix="h", names=NAMES, order=np.array(ORDER))
     assert (type(dense), type(experts)) == (Dense, Experts)
     np.testing.assert_array_equal(dense.up[1], state["h.2.mlp.up.weight"])
     np.testing.assert_array_equal(experts.up[2], state["h.4.moe.up"])

@@ -192,9 +192,7 @@ def test_a_checkpoint_comes_back(tree, count, prefix, on_host):
     if on_host and not has_keys:
         state = {name: np.asarray(value) for name, value in state.items()}
     others = {"embed.weight": np.ones(3), "final.0": "no array"} if prefix else {}
-    back = state_dict.layers_from_state_dict(
-        {**others, **dict(reversed(state.items()))}, layers[0], prefix=prefix
-    )
+    back = state_dict.layers_from_state_dict({**others, **dict(reversed(state.items()))}, layers[0], prefix=prefix)
     assert as_bits(back) == as_bits(stacked)
     if on_host and not has_keys:
         assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(back) if hasattr(leaf, "shape"))
