@@ -148,7 +148,7 @@ def test_what_is_given_by_name_is_not_missing() -> None:
     [
         (Remat, "level", "Did you mean `levels`?"),
         (treescan.meters.Progress, "every", "Did you mean `updates`?"),
-        (Remat, "q", "Its options are budget, levels, offload, policy, segment."),
+        (Remat, "q", "Its options are budget, chunk, levels, offload, policy."),
     ],
 )
 def test_misspelt_fields(kind: Any, field: str, advice: str) -> None:
