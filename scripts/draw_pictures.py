@@ -45,7 +45,10 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("the loop", ("_loop/",)),
     ("traces of steps, calls of bodies", ("_trace/, _body/",)),
     ("the core", ("_transforms/ _outputs/", "_remat/ _rows/ _until/", "_stacks/ _batches/", "_arguments _verbs/")),
-    ("extras", ("_extras/ integrations/", "testing __init__ __main__")),
+    (
+        "extras, public names",
+        ("_extras/ integrations/ testing", "__init__ __main__ errors lifting", "meters state_dict types"),
+    ),
 )
 BESIDE = (("options", ("_options/", "options")), ("faster", ("_faster/",)))
 """What is beside the core, which asks for it where a call needs it."""
@@ -63,7 +66,7 @@ def floor_of(module: str) -> int:
 def house() -> Picture:
     """The layers of the package; imports run down, and from the core to what is beside it."""
     heights = [30 + 17 * len(lines) for _, lines in FLOORS[:-1]]
-    roof, left, right, beside = 100, 1, 367, 88
+    roof, left, right, beside = 150, 1, 367, 88
     picture = Picture(
         "house",
         roof + sum(heights) + 4,
@@ -78,7 +81,7 @@ def house() -> Picture:
     name, lines = FLOORS[-1]
     picture.area((left, roof), (middle, 4), (right, roof), kind="strong box")
     for number, (line, kind) in enumerate(((name, "bold"), *((line, "small code") for line in lines))):
-        picture.text(middle, roof - 46 + 18 * number, line, kind, "middle")
+        picture.text(middle, roof - 64 + 18 * number, line, kind, "middle")
     y = float(roof)
     for (name, lines), height in zip(reversed(FLOORS[:-1]), reversed(heights), strict=True):
         is_core = name == "the core"

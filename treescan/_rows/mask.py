@@ -247,10 +247,6 @@ def without_pairs(consts: PyTree) -> PyTree:
     return jax.tree.map(lambda node: None if is_pair(node) else node, consts, is_leaf=is_pair)
 
 
-def _is_pair(node: Any) -> bool:
-    return isinstance(node, GoodPair)
-
-
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
     return [
         leaf if other is None else mask.select(leaf, other, axis)

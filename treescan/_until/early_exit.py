@@ -273,18 +273,23 @@ class Tell(Protocol):
     @property
     def updates(self) -> int:
         """The most reports."""
+        ...
 
     def fit(self, chunks: Chunks) -> Chunks:
         """The chunks, of which several together are reported if there are too many."""
+        ...
 
     def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
         """Of chunks of these sizes, which are reported."""
+        ...
 
     def around(self, inner: Around | None) -> Around:
         """What is put around chunks: that, and a report."""
+        ...
 
     def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
         """Reports; `last`: that the loop has ended."""
+        ...
 
 
 class Chunks(NamedTuple):

@@ -84,7 +84,8 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
 def spread_rows(row_axes: Any) -> tuple[Prefix, Prefix, Prefix]:
     """Where rows are in the carry, in x and in y, as `row_axes` says."""
     if type(row_axes) is int:  # of all three, as in most calls
-        return (Prefix.of(row_axes),) * 3
+        one = Prefix.of(row_axes)
+        return one, one, one
     each = by_part("row_axes", row_axes, ("carry", "x", "y"))
     carries, inputs, outputs = (static_axes(f'row_axes["{part}"]', axes, none=True) for part, axes in each.items())
     return carries, inputs, outputs
