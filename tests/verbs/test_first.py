@@ -87,7 +87,8 @@ def test_parts_of_a_run_tell_what_the_whole_tells() -> None:
     _, whole = mask_scan(tells, jnp.zeros(B), xs, **options)
 
     def part(start: Any) -> Any:
-        return mask_scan(tells, jnp.zeros(B), xs[:3], offset=start, **{**options, "resets": RESETS[:3]})[1]
+        given: Any = {**options, "resets": RESETS[:3]}
+        return mask_scan(tells, jnp.zeros(B), xs[:3], offset=start, **given)[1]
 
     first = jax.jit(lambda start: mask_scan(tells, jnp.zeros(B), xs[:3], offset=start, lengths=LENGTHS, fill=False)[1])
     np.testing.assert_array_equal(first(0), by_hand(np.arange(3)[:, None] < LENGTHS, np.zeros((3, B), bool)))
