@@ -133,7 +133,6 @@ case()(
 )
 
 case(less=("disable_jit",))(
-    save_with_a_traced_offset=lambda one: jax.jit(lambda at: scan(step, one, XS, save=2, offset=at))(4),
     remat_budget_of_symbolic_rows=lambda one: exported(
         lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)), "8, b"
     ),

@@ -229,7 +229,7 @@ case()(
     ),
     reset_to_of_a_static_leaf=lambda one: resetting(one, {"h": 0.0, "f": 1.0}, {"h": pair(one), "f": jnp.tanh}),
     reset_to_a_number_of_a_custom_carry=lambda one: resetting(
-        one, 0.0, {"h": pair(one), "last": treescan.carries.window(one * jnp.ones((3, 2)))}
+        one, {"h": 0.0, "last": 0.0}, {"h": pair(one), "last": treescan.carries.window(one * jnp.ones((3, 2)))}
     ),
     reset_to_a_number_of_keys=lambda one: resetting(
         one, 0, {"h": pair(one), "key": jax.random.split(jax.random.key(0), 2)}

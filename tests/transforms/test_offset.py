@@ -118,6 +118,15 @@ def test_blocks_that_take_turns(reverse: bool) -> None:
         assert_same(in_parts(run, THIRDS, reverse=reverse, save=save), whole)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("verb", ["scan", "mask_scan"])
+def test_every_second_output_at_an_offset_that_is_traced(verb: str) -> None:
+    def run(h: Any, part: slice, *, offset: int, **options: Any) -> Any:
+        return jax.jit(lambda h, offset: VERBS[verb](h, part, offset=offset, **options))(h, offset)
+
+    assert_same(in_parts(run, THIRDS, save=2), VERBS[verb](INIT, slice(0, T), save=2))
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.int32])
 def test_a_traced_offset_below_0_counts_as_0(dtype: Any) -> None:
     part = slice(0, 4)

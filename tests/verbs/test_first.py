@@ -19,8 +19,8 @@ MASK, RESETS = RANDOM.random((T, B)) < 0.6, RANDOM.random((T, B)) < 0.4
 MASK[:, 3] = False
 LENGTHS = np.array([7, 3, 1, 0])
 SEQUENCES = [np.ones(n, np.float32) for n in (3, 0, 2, 4, 1)]
-GAPS = treescan.pack(SEQUENCES, rows=2)
-GAPS = GAPS._replace(mask=GAPS.mask.at[GAPS.index.start[0], GAPS.index.row[0]].set(False))
+PACKED = treescan.pack(SEQUENCES, rows=2)
+GAPS = PACKED._replace(mask=PACKED.mask.at[PACKED.index.start[0], PACKED.index.row[0]].set(False))
 
 
 def tells(carry: Any, x: Any, *, first: Any) -> Any:
@@ -82,11 +82,12 @@ def test_padding_is_shown_the_flag_of_the_step_that_it_is_shown(options: Any) ->
 
 
 def test_parts_of_a_run_tell_what_the_whole_tells() -> None:
-    xs, options = jnp.zeros((T, B)), {"lengths": LENGTHS, "resets": RESETS, "reset_to": 0.0, "fill": False}
+    xs = jnp.zeros((T, B))
+    options: Any = {"lengths": LENGTHS, "resets": RESETS, "reset_to": 0.0, "fill": False}
     _, whole = mask_scan(tells, jnp.zeros(B), xs, **options)
 
     def part(start: Any) -> Any:
-        given = options | {"resets": RESETS[3:6] if start.shape else RESETS[:3]}
+        given: Any = {**options, "resets": RESETS[:3]}
         return mask_scan(tells, jnp.zeros(B), xs[:3], offset=start, **given)[1]
 
     first = jax.jit(lambda start: mask_scan(tells, jnp.zeros(B), xs[:3], offset=start, lengths=LENGTHS, fill=False)[1])
@@ -110,9 +111,11 @@ def test_rows_that_stop_and_folds(compact: bool) -> None:
         np.testing.assert_array_equal(ys, want)
     with pytest.raises(treescan.errors.BodyError, match="needs the keyword `first`"):
         while_scan(lambda n: n < 5, step, 0, max_length=T)
+    unmasked: Any = treescan.scan
     with pytest.raises(treescan.errors.BodyError, match="needs the keyword `first`"):
-        treescan.scan(tells, 0.0, jnp.ones(3))
-    sums = accumulate(
+        unmasked(tells, 0.0, jnp.ones(3))
+    fold_rows: Any = accumulate
+    sums = fold_rows(
         lambda n, x, *, first: jnp.where(first, x, n + x), jnp.full(B, 9.0), jnp.ones((T, B)), lengths=LENGTHS
     )
     np.testing.assert_array_equal(sums, np.where(np.arange(T)[:, None] < LENGTHS, np.arange(1, T + 1)[:, None], 0))
@@ -127,4 +130,5 @@ def test_the_record_of_a_bad_step_has_the_x_of_the_user() -> None:
     options["row_axes"] = {"x": {"a": 0, "w": 0}}
     with pytest.raises(treescan.errors.NonFiniteError, match=r"in step 0 of 7 \(row 1\), (.|\n)*log"):
         mask_scan(step, jnp.zeros(2), xs, check_finite=True, **options)
-    assert {name: leaf.shape for name, leaf in treescan.last_nonfinite().x.items()} == {"a": (2,), "w": (2,)}
+    record: Any = treescan.last_nonfinite()
+    assert {name: leaf.shape for name, leaf in record.x.items()} == {"a": (2,), "w": (2,)}

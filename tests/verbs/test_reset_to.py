@@ -108,6 +108,15 @@ def test_none_for_a_custom_carry():
     assert float(jnp.abs(ours[1] - run()[1]).max()) > 1
 
 
+def test_one_number_for_all_leaves_a_custom_carry_at_its_own_start():
+    def body(carry, x):
+        return {"m": x, "h": carry["h"] + x}, carry["m"].sum(0) + carry["h"]
+
+    init = {"m": window(jnp.ones((2, B))), "h": jnp.full(B, 7.0)}
+    run = functools.partial(treescan.mask_scan, body, init, array(T, B), resets=RESETS, mask=HOLES)
+    assert_close(run(reset_to=0.0), run(reset_to={"m": None, "h": 0.0}))
+
+
 def test_keys_are_put_back():
     first, second = (jax.random.split(jax.random.key(i), B) for i in range(2))
 

@@ -115,6 +115,38 @@ def test_a_finished_run_returns_its_result_at_once(tmp_path: Path) -> None:
     assert list(stream(step, init(), read, **options, parts=True)) == []
 
 
+@pytest.mark.parametrize(("before", "keep"), [(20, 1), (18, 2), (37, 2)])
+@pytest.mark.parametrize("interrupts", [False, True])
+def test_a_longer_source_is_continued(before: int, keep: int, interrupts: bool, tmp_path: Path) -> None:
+    """Also where the last part of the shorter one had fewer steps than the others."""
+    options: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=keep)}
+    longer = np.concatenate([XS, XS])
+    if interrupts:
+        halted = stream_parts(step, init(), XS[:before], **options)
+        for part in halted:
+            if part.start == 10:
+                halted.close()
+    else:
+        stream(step, init(), XS[:before], **options)
+    starts = list[int]()
+    found = stream(step, init(), longer, on_part=lambda part: starts.append(part.start), **options)
+    equal(found[0], scan(step, init(), longer, key=KEY)[0])
+    assert starts[0] == (10 if interrupts else before // 5 * 5)
+    equal(stream(step, init(), longer, **options)[0], found[0])
+    with pytest.raises(CheckpointError, match="those of another run"):
+        stream(step, init(), XS, **options)
+
+
+def test_a_longer_source_cannot_be_continued(tmp_path: Path) -> None:
+    checkpoints = [Checkpoint(tmp_path / name, keep=1) for name in "ab"]
+    stream(step, init(), XS[:18], chunk=5, key=KEY, checkpoint=checkpoints[0])
+    with pytest.raises(CheckpointError, match="no older checkpoint"):
+        stream(step, init(), XS, chunk=5, key=KEY, checkpoint=checkpoints[0])
+    stream(step, init(), XS[:20], chunk=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
+    with pytest.raises(CheckpointError, match="those of another run"):
+        stream(step, init(), XS, chunk=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
+
+
 class Resumable:
     def __init__(self, state: Any = int) -> None:
         self.at, self.reads, self.state = 0, 0, state

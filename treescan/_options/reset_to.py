@@ -145,6 +145,8 @@ def _checked(
             (where, value), (path, _) = flat[next(chosen)], next(named)
             if value is leaf or (is_static(leaf) and (where != path or (is_static(value) and agree(leaf, value)))):
                 value = None
+            if is_carry(node) and len(where) < len(above) and isinstance(value, _NUMBERS):
+                value = None  # a number for several parts: a custom carry among them keeps its own start
             carry = node if is_carry(node) and len(where) <= len(above) else None
             shared = all(axis is None for axis in of_node)
             places.append(_Place(path_str(root, path), leaf, axis, value, where == path, carry, shared))

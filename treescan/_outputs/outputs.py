@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import Array, PyTree, as_arrays, describe_traced, exact_int, is_weak, place_like
+from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
 from .._errors import ArgumentError, Misuse, expect
 from .._loop.chunk import Level, RunChunk, as_step, run_chunked
 from .._loop.feed import Feed, of_steps
@@ -69,25 +69,22 @@ class KeepOutputs(Transform):
 
 
 def refuse_parts_of_keeps(save: Prefix, call: Call, given: Arguments) -> None:
-    """Refuses to keep every k-th output of a part that does not begin with the first step of k.
+    """Refuses to keep every k-th output of a part that does not begin with the first step of k, as far as is known.
 
     Raises:
         Fault: for an `ArgumentError`.
     """
     blocks = len(call.each)  # that take turns, each of which counts its own layers
     position: Any = given.offset
-    known = isinstance(position, np.integer)
+    if not isinstance(position, np.integer):
+        return
     for keep in (keep for keep in save.leaves if keep is not None and keep > 1):
-        if known and not int(position) % (keep * blocks):
+        if not int(position) % (keep * blocks):
             continue
         steps = f"{keep} {{unit}}s" if blocks == 1 else f"{keep * blocks} {{unit}}s, {keep} for each block"
         raise Misuse(
-            f"{{call}}: `save={keep}` needs an `offset` that is a multiple of {steps}, got "
-            f"{int(position) if known else describe_traced(position)}.",
-            f"Cut the whole run at multiples of {keep * blocks}. Only the last part may have another length."
-            if known
-            else f"Pass `offset` as an int, at multiples of {keep * blocks}: which outputs are kept must be known when "
-            "the program is traced.",
+            f"{{call}}: `save={keep}` needs an `offset` that is a multiple of {steps}, got {int(position)}.",
+            f"Cut the whole run at multiples of {keep * blocks}. Only the last part may have another length.",
         )
 
 

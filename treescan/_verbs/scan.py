@@ -142,8 +142,8 @@ def scan(
             int array of shape [], traced or not; a traced one below 0 counts as 0. Keys, `truncate`, `save=k`, the
             `lengths` of rows and the steps that `check_finite` names then count from the first step of the run. So
             parts that are run in turn, in reverse the last one first, compute what one loop computes. `save="last"` and
-            the bar of `progress` are those of the part. `save=k` needs an int that is a multiple of k, and `truncate`
-            cannot be combined with `reverse`.
+            the bar of `progress` are those of the part. `save=k` needs a multiple of k, which a traced `offset` must be
+            too, unchecked. `truncate` cannot be combined with `reverse`.
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
             the fastest, which may be nothing. "step": each step, of which only the carry is saved. "nested": chunks of
             about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are saved, and each step is

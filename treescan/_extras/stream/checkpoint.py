@@ -82,6 +82,7 @@ class Folder:
         self._is_local = "://" not in folder
         self._path = Path(folder).absolute() if self._is_local else folder
         self._program = program
+        self._chunk, self._length = int(program["chunk"]), _number(program["length"])
         self._manager: Any = None
         self._orbax: Any = None
         self._steps = dict[int, int]()
@@ -194,7 +195,7 @@ class Folder:
         Raises:
             Fault: for a `CheckpointError` if it is one of another program, or if it is damaged and not to be skipped.
         """
-        damaged = dict[int, Exception]()
+        damaged, shorter = dict[int, Exception](), list[int]()
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 saved = self._read(step, init)
@@ -209,10 +210,30 @@ class Folder:
                 raise self._damaged(damaged, step, saved)
             if damaged:
                 self._put_aside(damaged, step, saved)
+            if saved.finished and saved.steps < self._length:
+                if saved.steps % self._chunk:  # its last part was a shorter one, which the longer run does not have
+                    shorter.append(step)
+                    continue
+                self._reopen(step)
+                saved = saved._replace(finished=False)
+            for number in shorter:
+                self._manager.delete(number)
             return saved
         if damaged:
             raise self._damaged(damaged)
+        if shorter:
+            raise CheckpointFault(
+                f"{{call}}: the source is longer than when the run in `{self.settings.folder}` finished. Its last part "
+                f"was shorter than `chunk={self._chunk}`, and no older checkpoint is left.",
+                "Take the carry that the finished run returned as the `init` of a run over the steps that are new.",
+            )
         return None
+
+    def _reopen(self, step: int) -> None:
+        """Gives the checkpoint of a finished run the number of one that is not: the next part needs that of its own."""
+        with self._writing("written"):
+            (self._manager.directory / str(step)).rename(self._manager.directory / str(step - 1))
+            self._manager.reload()
 
     def _damaged(self, damaged: dict[int, Exception], step: int = -1, saved: Saved | None = None) -> Fault:
         """The error for checkpoints that cannot be read, the newest of which is the first; `step` is a whole one."""
@@ -280,7 +301,8 @@ class Folder:
         rows = [
             Row(name, before.get(name, "(missing)"), now.get(name, "(missing)"))
             for name in before | now
-            if before.get(name) != now.get(name) and not _is_promoted(name, before, now)
+            if before.get(name) != now.get(name)
+            and not (_is_promoted(name, before, now) or _extends(name, before, now))
         ]
         if rows:
             raise CheckpointFault(
@@ -324,6 +346,16 @@ def _is_promoted(name: str, before: dict[str, str], now: dict[str, str]) -> bool
     """Whether a leaf of `init` is a Python number, of which the loop makes another dtype."""
     shape, weak = "[" + before.get(name, "").rpartition("[")[2], now.get(name, "")
     return weak.startswith("~") and weak.endswith(shape)
+
+
+def _extends(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
+    """Whether the source has become longer. In reverse, the run began with its end."""
+    return name == "length" and now["reverse"] == "False" and 0 <= _number(before[name]) < _number(now[name])
+
+
+def _number(text: str) -> int:
+    """The number of steps, -1 if it is not known."""
+    return int(text) if text.isdigit() else -1
 
 
 def _type_of(leaf: Any) -> dict[str, Any]:
