@@ -50,7 +50,7 @@ def program(seed: int) -> Program:
     elif flip() and steps:
         resets = rng.random((steps, rows)) < 0.4
         options["resets"] = resets
-    options["remat"] = pick(None, None, 1, 3)
+    options["remat"] = pick(None, None, 2, 3) if seed % 3 == 0 else None
     options["fill"] = pick(0, 0, -1.5, "hold")
     options["save"] = pick("all", "all", "last")
     options["time_axis"] = 0 if packed is not None else pick(0, 0, 1)

@@ -14,14 +14,14 @@ from ..._transforms.axes import spread_prefix
 from ..._tree import Root, leaves_with_path, named_roots
 
 
-class Given(NamedTuple):
+class Both(NamedTuple):
     """a and b as the user gave them."""
 
     a: PyTree
     b: PyTree
 
 
-named_roots(Given, a=Root("a"), b=Root("b"))
+named_roots(Both, a=Root("a"), b=Root("b"))
 
 
 class Leaf(NamedTuple):
@@ -40,7 +40,7 @@ class Leaf(NamedTuple):
     h0: Array
 
 
-def leaves_of(given: Given, init: PyTree, time_axis: int, *, matrix: bool) -> tuple[int, list[Leaf]]:
+def leaves_of(given: Both, init: PyTree, time_axis: int, *, matrix: bool) -> tuple[int, list[Leaf]]:
     """The number of steps, and the recurrences, checked."""
     named_a, named_b = leaves_with_path("a", given.a), leaves_with_path("b", given.b)
     _check_dtypes([*named_a, *named_b])

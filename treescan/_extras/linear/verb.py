@@ -15,12 +15,13 @@ from ..._errors import STEP_WORDS, Misuse, expect, expect_int, explain, verb
 from ..._rows.axes import RowFlags
 from ..._rows.checks import check_time_axis
 from ..._rows.fill import HOLD, check_fill, fill_leaves
-from ..._rows.spans import numbers_of
+from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of
 from ..._tree import Prefix
-from .leaves import Given, leaves_of
-from .parts import between_devices, in_parts, last_of_devices, steps_of_device
-from .products import How, but, like_step
-from .rows import check_flags, ends, entering, rows_at, steps_of
+from .devices import between_devices, last_of_devices, lengths_of_device, refuse_part
+from .leaves import Both, leaves_of
+from .rows import check_flags, steps_of
+from .rule import recurrence, run
+from .step import Given, How, but, like_step
 
 METHODS = ("sequential", "chunked", "parallel")
 _WORDS = {**STEP_WORDS, "xs": "b"}
@@ -74,7 +75,8 @@ def linear_scan(
         fill: the value of hs at padded steps: a number; "hold" for the row's last state, and 0 before there is one; or
             a prefix tree of b with these.
         save: which hs to keep: "all"; "last", each row's last valid one; or None.
-        remat: k: the gradient saves every k-th state, and computes the others again. None: it saves all.
+        remat: k: the gradient saves every k-th state, and computes the others again. Only in "sequential". None: it
+            saves all.
         method: "sequential" is a scan. "chunked" runs about sqrt(T) parts side by side, then the states between them,
             then the parts again. "parallel" composes steps in pairs, in log2(T) rounds. None is "sequential", on every
             backend, because no other was faster where it was measured. In the other two, a product of factors that
@@ -114,113 +116,98 @@ def linear_scan(
         expect(axis_name is None or isinstance(axis_name, str), "axis_name", "a string or None", axis_name)
         if remat is not None:
             every = "It is the number of steps between two states that are saved."
-            remat = expect_int(remat, "remat", every, kind="an int or None", least=1, small=every)
+            remat = expect_int(remat, "remat", every, kind="an int or None", least=2, small=every)
+            if method in METHODS[1:]:
+                raise Misuse(
+                    f'{{call}}: `remat` and `method="{method}"` cannot be combined.', 'It is for "sequential".'
+                )
         reverse, time_axis, fill = check_reverse(reverse), check_time_axis(time_axis), check_fill(fill)
-        given, flags = rows_of(Given(a, b), RowFlags(lengths, mask, resets), time_axis, None)
+        given, flags = rows_of(Both(a, b), RowFlags(lengths, mask, resets), time_axis, None)
         count, leaves = leaves_of(given, init, time_axis, matrix=matrix)
         if axis_name is not None:
-            _refuse_part(flags, reset_to, fill, reverse)
-            flags = flags._replace(lengths=steps_of_device(flags.lengths, count, axis_name))
+            refuse_part(flags, fill, reverse=reverse)
+        if axis_name is not None and flags.lengths is not None:
+            flags = flags._replace(lengths=lengths_of_device(flags.lengths, count, axis_name))
         tree: TreeDef = jax.tree.structure(given.b)
-        moved, inits = ([getattr(leaf, name) for leaf in leaves] for name in ("b", "h0"))
-        wide = [jnp.broadcast_to(h0, b.shape[1:]) for h0, b in zip(inits, moved, strict=True)]
-        flags = check_flags(flags, reset_to, tree.unflatten(wide), tree.unflatten(moved), time_axis, count)
-        fills = fill_leaves(Prefix.of(fill), tree.unflatten(moved))
-        held = [value == HOLD for value in Prefix.of(fill).spread(tree.unflatten(moved), "b")]
-        plan = Plan(method or METHODS[0], matrix, reverse, time_axis, save, remat, axis_name)
+        moved = tree.unflatten([leaf.b for leaf in leaves])
+        wide = tree.unflatten([jnp.broadcast_to(leaf.h0, leaf.b.shape[1:]) for leaf in leaves])
+        flags = check_flags(flags, reset_to, wide, moved, time_axis, count)
+        none = [None] * len(leaves)
+        plan = Plan(save, time_axis, axis_name)
         found = [
-            _run(plan._replace(hold=hold), leaf[1:], value, flags._replace(to=None, inits=None), to, table)
-            for leaf, value, hold, to, table in zip(
-                leaves, fills, held, flags.to or [None] * len(leaves), flags.inits or [None] * len(leaves), strict=True
+            _run(
+                How(method or METHODS[0], matrix, reverse, remat, leaf.h0.dtype, leaf.b.dtype),
+                plan._replace(hold=held == HOLD),
+                *leaf[1:],
+                fill,
+                flags._replace(to=to, inits=init),
+            )
+            for leaf, fill, held, to, init in zip(
+                leaves,
+                fill_leaves(Prefix.of(fill), moved),
+                Prefix.of(fill).spread(moved, "b"),
+                flags.to or none,
+                flags.inits or none,
+                strict=True,
             )
         ]
-        last, hs = ([each[place] for each in found] for place in (0, 1))
-        return tree.unflatten(last), None if save is None else tree.unflatten(hs)
+        last, hs = (tree.unflatten(each) for each in zip(*found, strict=True)) if found else (given.b, given.b)
+        return last, None if save is None else hs
     except Exception as error:
         explained = explain(error, "linear_scan", words=_WORDS)
     raise explained
 
 
-def _refuse_part(flags: RowFlags, reset_to: PyTree, fill: PyTree, reverse: bool) -> None:
-    """Refuses what a device cannot know of its own steps alone."""
-    if flags.spans is not None:
-        raise Misuse(
-            "{call}: the steps of a `Packed` cannot be split over devices: its index counts the steps of all.",
-            "Split its rows, without `axis_name`. Or pass its `data`, `mask` and `resets`.",
-        )
-    if flags.resets is not None and reverse:
-        raise Misuse(
-            "{call}: `resets` and `axis_name` cannot be combined in reverse: where the last segment of a device ends "
-            "is known to the next device.",
-            "Run forward, or keep all steps on each device.",
-        )
-    if HOLD in Prefix.of(fill).leaves:
-        cure = "Give a number."
-        raise Misuse('{call}: `fill="hold"` cannot be combined with `axis_name`.', cure)
-    if flags.resets is not None and reset_to is None:
-        raise Misuse("{call}: with `axis_name`, `resets` needs `reset_to`.", "Say by `reset_to` what they restore.")
-
-
 class Plan(NamedTuple):
-    """How one leaf is computed; static.
+    """What is kept of one recurrence, as the verb is told. It is static.
 
     Attributes:
-        method: one of `METHODS`.
-        matrix: as the verb is told; and so on.
-        reverse: the same.
-        time_axis: the same.
-        save: the same.
-        remat: the same.
-        axis_name: the same.
+        save: which states are kept.
+        time_axis: where the steps are in them, and in flags.
+        axis_name: the mesh axis over which the steps are split, or None.
         hold: whether padded steps have the last state.
     """
 
-    method: str
-    matrix: bool
-    reverse: bool
-    time_axis: int
     save: str | None
-    remat: int | None
+    time_axis: int
     axis_name: str | None
     hold: bool = False
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _run(
-    plan: Plan, leaf: tuple[Array, Array, Array], fill: Array, flags: RowFlags, to: Array | None, table: Array | None
+    how: How, plan: Plan, a: Array, b: Array, start: Array, fill: Array, flags: RowFlags
 ) -> tuple[Array, Array | None]:
     """The last state and the outputs of one recurrence, the steps of which are in front."""
-    a, b, start = leaf
-    count, dtype = b.shape[0], start.dtype
-    spans: Any = flags.spans
-    steps = steps_of(flags, plan.time_axis, plan.reverse, count)
-    out, valid = b.dtype if spans is None else dtype, steps.valid
-    how = How(plan.method, plan.matrix, plan.reverse, dtype, out)
-    h0 = like_step(start, b, dtype, a, to, *steps)
-    target = None if steps.cut is None else h0 if to is None else like_step(to, b, dtype, a, h0, *steps)
-    if spans is not None and table is not None and count:
-        assert valid is not None
-        numbers = numbers_of(spans, valid.shape)
-        b, target = entering(how, steps, a, b, table, numbers), None
-    if plan.axis_name is not None:
-        h0 = between_devices(how, plan.remat, plan.axis_name, steps, a, b, h0, target)
-    last, hs = in_parts(how, plan.remat, steps, a, b, h0, target) if count else (h0, b.astype(out))
-    if plan.axis_name is not None:
-        last = last_of_devices(last, plan.axis_name, reverse=plan.reverse)
-    fill = fill.astype(out)
-    tails = like_step(fill, b, out, hs)
-    any_valid = None if valid is None else jnp.any(valid, 0)
-    end = but(any_valid, last.astype(out), tails) if count else tails
+    count, spans, table = b.shape[0], flags.spans, flags.inits
+    valid, begins = steps_of(flags, plan.time_axis, how.reverse, count)
+    h0 = like_step(start, b, how.state, a, flags.to, valid, begins)
+    target = h0 if flags.to is None else like_step(flags.to, b, how.state, a, h0)
     if spans is not None:
-        begins = table if table is not None else rows_at(h0 if target is None else target, spans)
-        last = ends(hs, spans, valid, begins.astype(dtype), reverse=plan.reverse) if count else begins
-        if plan.save == "last":
-            end = ends(hs, spans, valid, rows_at(tails, spans), reverse=plan.reverse) if count else tails
+        how = how._replace(out=how.state)
+    x = Given(a, b, target[None], valid, None if begins is None else ~begins)
+    if table is not None and count:
+        of_steps = jnp.take(table, jnp.maximum(numbers_of(spans, valid.shape) - 1, 0), axis=0, mode="clip")
+        x = x._replace(target=of_steps.astype(how.state))
+    x = x._replace(target=None) if begins is None else x
+    if not count:
+        last, hs = h0, b.astype(how.out)
+    else:
+        before = h0 if plan.axis_name is None else between_devices(how, plan.axis_name, x, h0)
+        last, hs = (recurrence if how.remat is None else run)(how, x, before)
+    if plan.axis_name is not None:
+        last = last_of_devices(last, plan.axis_name, reverse=how.reverse)
+    filled = like_step(fill, b, how.out, hs)
+    any_valid = jnp.any(valid, 0) if valid is not None else None
+    end = but(any_valid, last.astype(how.out), filled) if count else filled
+    if spans is not None:
+        some = are_valid(spans, valid)
+        start = at_rows(target, spans, 0) if table is None else table.astype(how.state)
+        last = ends_of(hs, spans, 0, start, some, reverse=how.reverse)
+        end = ends_of(hs, spans, 0, at_rows(filled, spans, 0), some, reverse=how.reverse)
     if plan.save != "all":
         return last, None if plan.save is None else end.astype(fill.dtype)
     if valid is not None and count:
-        known = valid
-        if plan.hold:
-            known = jax.lax.cummax(known.astype(jnp.int8), reverse=plan.reverse) > 0
-        hs = but(known, hs, tails)
+        known = jax.lax.cummax(valid.astype(jnp.int8), reverse=how.reverse) > 0 if plan.hold else valid
+        hs = but(known, hs, filled)
     return last, jnp.moveaxis(hs.astype(fill.dtype), 0, plan.time_axis)
