@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from ..._avals import Array
 from ..._verbs.scan import scan
-from .step import Given, How, but, compose, factor, joined, linear_step
+from .step import Given, How, but, compose, factor, joined, linear_step, step
 
 _FEW = 8
 """How many steps a part has in "parallel": its pairs then take an eighth of the memory."""
@@ -35,7 +35,7 @@ def over_steps(
     of_all = [leaf.shape[axis] == 1 for leaf in leaves]
     xs: list[Any] = [jnp.take(leaf, 0, axis) if is_one else leaf for leaf, is_one in zip(leaves, of_all, strict=True)]
 
-    def step(state: Any, given: tuple[Array, list[Array]]) -> tuple[Any, Any]:
+    def each(state: Any, given: tuple[Array, list[Array]]) -> tuple[Any, Any]:
         place, x = given
         if axis:
             picked = functools.partial(jax.lax.dynamic_index_in_dim, index=place, axis=axis, keepdims=False)
@@ -44,12 +44,11 @@ def over_steps(
 
     axes = [None if is_one or axis else 0 for is_one in of_all]
     given = (jnp.arange(count), xs)
-    return scan(step, state, given, reverse=how.reverse, in_axes=(0, axes), remat=remat)
+    return scan(each, state, given, reverse=how.reverse, in_axes=(0, axes), remat=remat)
 
 
 def shifted(how: How, hs: Array, start: Array) -> Array:
-    """For each step the state before it."""
-    start = start[None]
+    """For each step the state before it; the first one's has an axis of size 1 in front."""
     return jnp.concatenate([hs[1:], start] if how.reverse else [start, hs[:-1]])
 
 
@@ -95,7 +94,7 @@ def solve(how: How, x: Given) -> Array:
     whole = summary(how, parts, axis=1)
     zero = jnp.zeros_like(whole.b[0])
     between = over_steps(how, body, zero, whole)[1] if how.method == "chunked" else _in_pairs(how, whole)
-    hs = over_steps(how, body, shifted(how, between, zero), parts, axis=1)[1]
+    hs = over_steps(how, body, shifted(how, between, zero[None]), parts, axis=1)[1]
     return jnp.swapaxes(hs, 0, 1).reshape(-1, *x.b.shape[1:])[:count]
 
 
@@ -116,3 +115,27 @@ def _in_pairs(how: How, x: Given) -> Array:
     even = jnp.concatenate([x.b[:1], even])
     odd = jnp.concatenate([odd, jnp.zeros_like(odd[:1])]) if count % 2 else odd
     return jnp.stack([even, odd], 1).reshape(-1, *x.b.shape[1:])[:count]
+
+
+def between_devices(how: How, axis_name: str, x: Given) -> Array:
+    """The state before the first step of this device.
+
+    Each device sends what it knows, a product and a state, to the one that is 1, 2, 4, ... later, so that each knows
+    of twice as many devices after each exchange.
+    """
+    count, place = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
+    is_first, distance = place == (count - 1 if how.reverse else 0), 1
+    start = jnp.where(is_first, x.start, 0)
+    known = before = summary(how, driven(how, x._replace(start=start)))
+    while distance < count:
+        way = [(i + distance, i) if how.reverse else (i, i + distance) for i in range(count - distance)]
+        came = jax.tree.map(functools.partial(jax.lax.ppermute, axis_name=axis_name, perm=way), known)
+        before = came if distance == 1 else joined(how, before, came)
+        known, distance = joined(how, known, came), 2 * distance
+    return jnp.where(is_first, x.start, before.b[None])
+
+
+def driven(how: How, x: Given) -> Given:
+    """The same recurrence, from 0: what it starts from, and what segments begin from, is added."""
+    added = step(how, shifted(how, jnp.zeros_like(x.b, how.state), x.start), x)
+    return x._replace(b=added, start=None, target=None)

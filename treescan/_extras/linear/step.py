@@ -22,7 +22,11 @@ class How(NamedTuple):
         method: "sequential", "chunked" or "parallel".
         matrix: whether a holds matrices.
         reverse: whether it runs from the last step to the first.
-        remat: how many steps are between two states that the gradient saves; None: it saves all.
+        remat: as the verb is told.
+        save: the same.
+        time_axis: the same.
+        axis_name: the same.
+        hold: whether padded steps have the last state.
         state: the dtype of the state.
         out: the dtype of the states that are kept.
     """
@@ -31,6 +35,10 @@ class How(NamedTuple):
     matrix: bool
     reverse: bool
     remat: int | None
+    save: str | None
+    time_axis: int
+    axis_name: str | None
+    hold: bool
     state: Any
     out: Any
 
@@ -38,9 +46,12 @@ class How(NamedTuple):
 class Given(NamedTuple):
     """What the steps read: arrays [T, ...], or [1, ...] for what all steps share.
 
+    Within a scan, they are those of a step.
+
     Attributes:
         a: the factors.
         b: what is added.
+        start: the state before the first step.
         target: what segments begin from; None: 0.
         valid: bool[T, *batch]: whether a step is data; None: all are.
         linked: bool[T, *batch]: whether a step reads the state before it, and not the target; None: all do.
@@ -48,6 +59,7 @@ class Given(NamedTuple):
 
     a: Any
     b: Any
+    start: Any = None
     target: Any = None
     valid: Any = None
     linked: Any = None
@@ -62,40 +74,31 @@ def but(flags: Array | None, kept: Array, other: Any) -> Array:
 
 def step(how: How, h: Array, x: Given) -> Array:
     """The state after one step. Of stacks, the states after all steps, where `h` are those before."""
-    new = product(how, x, but(x.linked, h, 0 if x.target is None else x.target)) + x.b.astype(how.state)
-    return but(x.valid, new, h)
+    before = but(x.linked, h, 0 if x.target is None else x.target)
+    return but(x.valid, times(how, factor(how, x), before) + x.b.astype(how.state), h)
 
 
 def linear_step(how: How, h: Array, x: Given) -> Array:
     """The same of a target of 0, where b counts in each step, valid or not."""
-    return product(how, x, but(x.linked, h, 0)) + x.b
-
-
-def product(how: How, x: Given, h: Array) -> Array:
-    """What the factor of a step makes of a state; the factor of a step that is not valid is 1."""
-    return times(how, factor(how, x), h)
+    return times(how, factor(how, x), but(x.linked, h, 0)) + x.b
 
 
 def factor(how: How, x: Given) -> Array:
-    """The factor in the dtype of the state."""
+    """The factor, in the dtype of the state: 1 in a step that is not valid."""
     one = jnp.expand_dims(jnp.eye(x.a.shape[-1]), range(x.a.ndim - 2)) if how.matrix else 1
     return but(x.valid, x.a.astype(how.state), one)
 
 
 def times(how: How, a: Array, h: Array) -> Array:
     """A factor times a state."""
-    if not how.matrix:
-        return a * h
-    if a.shape[-1] <= _SMALL:
-        return jnp.sum(a * h[..., None, :], axis=-1)
-    return jnp.einsum("...ij,...j->...i", a, h, precision="highest")
+    return compose(how, a, h[..., None])[..., 0] if how.matrix else a * h
 
 
 def compose(how: How, second: Array, first: Array) -> Array:
     """The factor of two steps."""
     if not how.matrix:
         return second * first
-    if first.shape[-1] <= _SMALL:
+    if second.shape[-1] <= _SMALL:
         return jnp.sum(second[..., None] * first[..., None, :, :], axis=-2)
     return jnp.einsum("...ij,...jk->...ik", second, first, precision="highest")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +12,15 @@ from ..._arguments import check_reverse
 from ..._avals import Array, ArrayLike, PyTree, TreeDef
 from ..._batches.batch import rows_of
 from ..._errors import STEP_WORDS, Misuse, expect, expect_int, explain, verb
+from ..._options.resets import beginnings
 from ..._rows.axes import RowFlags
 from ..._rows.checks import check_time_axis
 from ..._rows.fill import HOLD, check_fill, fill_leaves
-from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of
+from ..._rows.leaves import mask_of_lengths
+from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of, refuse_split_rows, turns
 from ..._tree import Prefix
-from .devices import between_devices, last_of_devices, lengths_of_device, refuse_part
-from .leaves import Both, leaves_of
-from .rows import check_flags, steps_of
+from .checks import Both, check_flags, leaves_of, refuse_part
+from .methods import between_devices
 from .rule import recurrence, run
 from .step import Given, How, but, like_step
 
@@ -108,106 +109,93 @@ def linear_scan(
          [1.75 0.  ]]
     """
     try:
-        kinds = '"sequential", "chunked", "parallel" or None'
-        expect(method is None or (isinstance(method, str) and method in METHODS), "method", kinds, method)
-        kinds = '"all", "last" or None'
-        expect(save is None or (isinstance(save, str) and save in ("all", "last")), "save", kinds, save)
-        expect(isinstance(matrix, bool), "matrix", "True or False", matrix)
-        expect(axis_name is None or isinstance(axis_name, str), "axis_name", "a string or None", axis_name)
+        for name, value, allowed in (
+            ("method", method, (*METHODS, None)),
+            ("save", save, ("all", "last", None)),
+            ("matrix", matrix, (True, False)),
+        ):
+            kinds = [f'"{each}"' if isinstance(each, str) else str(each) for each in allowed]
+            known = isinstance(value, str | bool | None) and value in allowed
+            expect(known, name, f"{', '.join(kinds[:-1])} or {kinds[-1]}", value)
+        expect(isinstance(axis_name, str | None), "axis_name", "a string or None", axis_name)
         if remat is not None:
             every = "It is the number of steps between two states that are saved."
             remat = expect_int(remat, "remat", every, kind="an int or None", least=2, small=every)
             if method in METHODS[1:]:
-                raise Misuse(
-                    f'{{call}}: `remat` and `method="{method}"` cannot be combined.', 'It is for "sequential".'
-                )
+                both = f'{{call}}: `remat` and `method="{method}"` cannot be combined.'
+                raise Misuse(both, 'It is for `method="sequential"`.')
         reverse, time_axis, fill = check_reverse(reverse), check_time_axis(time_axis), check_fill(fill)
         given, flags = rows_of(Both(a, b), RowFlags(lengths, mask, resets), time_axis, None)
-        count, leaves = leaves_of(given, init, time_axis, matrix=matrix)
+        leaves = leaves_of(given, init, time_axis, matrix=matrix)
+        tree: TreeDef = jax.tree.structure(given.b)
+        moved, inits = (tree.unflatten([leaf[i] for leaf in leaves]) for i in (1, 2))
         if axis_name is not None:
             refuse_part(flags, fill, reverse=reverse)
-        if axis_name is not None and flags.lengths is not None:
-            flags = flags._replace(lengths=lengths_of_device(flags.lengths, count, axis_name))
-        tree: TreeDef = jax.tree.structure(given.b)
-        moved = tree.unflatten([leaf.b for leaf in leaves])
-        wide = tree.unflatten([jnp.broadcast_to(leaf.h0, leaf.b.shape[1:]) for leaf in leaves])
-        flags = check_flags(flags, reset_to, wide, moved, time_axis, count)
-        none = [None] * len(leaves)
-        plan = Plan(save, time_axis, axis_name)
-        found = [
-            _run(
-                How(method or METHODS[0], matrix, reverse, remat, leaf.h0.dtype, leaf.b.dtype),
-                plan._replace(hold=held == HOLD),
-                *leaf[1:],
-                fill,
-                flags._replace(to=to, inits=init),
-            )
-            for leaf, fill, held, to, init in zip(
-                leaves,
-                fill_leaves(Prefix.of(fill), moved),
-                Prefix.of(fill).spread(moved, "b"),
-                flags.to or none,
-                flags.inits or none,
-                strict=True,
-            )
-        ]
-        last, hs = (tree.unflatten(each) for each in zip(*found, strict=True)) if found else (given.b, given.b)
+            if flags.lengths is not None:
+                flags = flags._replace(lengths=_lengths_of_device(flags.lengths, len(leaves[0][1]), axis_name))
+        flags = check_flags(flags, reset_to, inits, moved, time_axis)
+        fills, held = fill_leaves(Prefix.of(fill), moved), Prefix.of(fill).spread(moved, "b")
+        found = list[tuple[Array, Array | None]]()
+        for i, (own_a, own_b, h0) in enumerate(leaves):
+            to, table = (None if each is None else each[i] for each in (flags.to, flags.inits))
+            hold, dtypes = held[i] == HOLD, (h0.dtype, own_b.dtype)
+            how = How(method or METHODS[0], matrix, reverse, remat, save, time_axis, axis_name, hold, *dtypes)
+            found.append(_run(how, own_a, own_b, h0, fills[i], flags._replace(to=to, inits=table)))
+        last, hs = (tree.unflatten([each[i] for each in found]) for i in (0, 1))
         return last, None if save is None else hs
     except Exception as error:
         explained = explain(error, "linear_scan", words=_WORDS)
     raise explained
 
 
-class Plan(NamedTuple):
-    """What is kept of one recurrence, as the verb is told. It is static.
-
-    Attributes:
-        save: which states are kept.
-        time_axis: where the steps are in them, and in flags.
-        axis_name: the mesh axis over which the steps are split, or None.
-        hold: whether padded steps have the last state.
-    """
-
-    save: str | None
-    time_axis: int
-    axis_name: str | None
-    hold: bool = False
+def _lengths_of_device(lengths: Any, count: int, axis_name: str) -> Array:
+    """The lengths of rows within the steps of this device, of which there are `count`."""
+    return jnp.clip(jnp.asarray(lengths) - jax.lax.axis_index(axis_name) * count, 0, count)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _run(
-    how: How, plan: Plan, a: Array, b: Array, start: Array, fill: Array, flags: RowFlags
-) -> tuple[Array, Array | None]:
+@functools.partial(jax.jit, static_argnums=0)
+def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) -> tuple[Array, Array | None]:
     """The last state and the outputs of one recurrence, the steps of which are in front."""
     count, spans, table = b.shape[0], flags.spans, flags.inits
-    valid, begins = steps_of(flags, plan.time_axis, how.reverse, count)
-    h0 = like_step(start, b, how.state, a, flags.to, valid, begins)
-    target = h0 if flags.to is None else like_step(flags.to, b, how.state, a, h0)
-    if spans is not None:
-        how = how._replace(out=how.state)
-    x = Given(a, b, target[None], valid, None if begins is None else ~begins)
-    if table is not None and count:
-        of_steps = jnp.take(table, jnp.maximum(numbers_of(spans, valid.shape) - 1, 0), axis=0, mode="clip")
-        x = x._replace(target=of_steps.astype(how.state))
-    x = x._replace(target=None) if begins is None else x
+    valid, linked = _steps(how, flags, count)
+    h0 = like_step(h0, b, how.state, a, flags.to, valid, linked)
+    target = h0 if flags.to is None else like_step(flags.to, b, how.state, h0)
+    filled = like_step(fill, b, b.dtype, h0)
     if not count:
-        last, hs = h0, b.astype(how.out)
+        last, hs, valid = h0, b, None
     else:
-        before = h0 if plan.axis_name is None else between_devices(how, plan.axis_name, x, h0)
-        last, hs = (recurrence if how.remat is None else run)(how, x, before)
-    if plan.axis_name is not None:
-        last = last_of_devices(last, plan.axis_name, reverse=how.reverse)
-    filled = like_step(fill, b, how.out, hs)
-    any_valid = jnp.any(valid, 0) if valid is not None else None
-    end = but(any_valid, last.astype(how.out), filled) if count else filled
+        x = Given(a, b, h0[None], None if linked is None else target[None], valid, linked)
+        if table is not None:
+            numbers = jnp.maximum(numbers_of(spans, valid.shape) - 1, 0)
+            x = x._replace(target=jnp.take(table, numbers, axis=0, mode="clip").astype(how.state))
+        if how.axis_name is not None:
+            x = x._replace(start=between_devices(how, how.axis_name, x))
+        own = how if spans is None else how._replace(out=how.state)
+        last, hs = (recurrence if how.remat is None else run)(own, x)
+    if how.axis_name is not None:
+        is_last = jax.lax.axis_index(how.axis_name) == (0 if how.reverse else jax.lax.axis_size(how.axis_name) - 1)
+        last = jax.lax.psum(jnp.where(is_last, last, 0), how.axis_name)
+    end = but(None if valid is None else jnp.any(valid, 0), last.astype(b.dtype), filled) if count else filled
     if spans is not None:
-        some = are_valid(spans, valid)
         start = at_rows(target, spans, 0) if table is None else table.astype(how.state)
-        last = ends_of(hs, spans, 0, start, some, reverse=how.reverse)
-        end = ends_of(hs, spans, 0, at_rows(filled, spans, 0), some, reverse=how.reverse)
-    if plan.save != "all":
-        return last, None if plan.save is None else end.astype(fill.dtype)
-    if valid is not None and count:
-        known = jax.lax.cummax(valid.astype(jnp.int8), reverse=how.reverse) > 0 if plan.hold else valid
-        hs = but(known, hs, filled)
-    return last, jnp.moveaxis(hs.astype(fill.dtype), 0, plan.time_axis)
+        ends = functools.partial(ends_of, hs, spans, 0, some=are_valid(spans, flags.mask), reverse=how.reverse)
+        last, end = ends(start), ends(at_rows(filled, spans, 0))
+    if how.save != "all":
+        return last, None if how.save is None else end.astype(b.dtype)
+    if valid is not None:
+        known = jax.lax.cummax(valid.astype(jnp.int8), reverse=how.reverse) > 0 if how.hold else valid
+        hs = but(known, hs.astype(b.dtype), filled)
+    return last, jnp.moveaxis(hs.astype(b.dtype), 0, how.time_axis)
+
+
+def _steps(how: How, flags: RowFlags, count: int) -> tuple[Array | None, Array | None]:
+    """Which steps are valid, and which read the state before them, bool[T, *batch]; None: all."""
+    mask, resets = (None if each is None else jnp.moveaxis(each, how.time_axis, 0) for each in flags[1:3])
+    valid = mask if flags.lengths is None else mask_of_lengths(flags.lengths, count)
+    if resets is None or not count:
+        return valid, None
+    begins = beginnings(resets, jnp.ones_like(resets) if valid is None else valid, reverse=how.reverse)
+    if flags.spans is not None and valid is not None:
+        refuse_split_rows(flags.spans, valid)
+        begins = begins | turns(numbers_of(flags.spans, valid.shape), valid, later=how.reverse)
+    return valid, ~begins
