@@ -101,3 +101,14 @@ def test_trees_scalars_and_one_step_at_a_time():
     assert linear_scan(A, BS, save=None)[1] is None
     with jax.disable_jit():
         np.testing.assert_allclose(linear_scan({"x": A[:5], "y": 0.5}, b, reverse=True)[1]["x"], hs["x"], rtol=1e-6)
+
+
+def test_returns_are_those_of_rlax():
+    rlax = pytest.importorskip("rlax")
+    discount = jnp.where(A[:20, 0, 0] < 0.2, 0.0, 0.99)
+    reward, value = BS[:20, 0, 0], W[:21, 0, 0]
+    returns = linear_scan(0.9 * discount, reward + discount * 0.1 * value[1:], value[-1], reverse=True)[1]
+    np.testing.assert_allclose(returns, rlax.lambda_returns(reward, discount, value[1:], 0.9), rtol=1e-4, atol=1e-5)
+    gae = linear_scan(0.9 * discount, reward + discount * value[1:] - value[:-1], reverse=True)[1]
+    wanted = rlax.truncated_generalized_advantage_estimation(reward, discount, 0.9, value)
+    np.testing.assert_allclose(gae, wanted, rtol=1e-4, atol=1e-5)
