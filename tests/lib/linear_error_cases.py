@@ -23,6 +23,7 @@ case()(
     linear_prefix=lambda one: linear_scan({"x": A}, {"y": ROWS * one}),
     linear_method=lambda one: linear_scan(A, ROWS * one, method="associative"),
     linear_remat=lambda one: linear_scan(A, ROWS * one, remat=0),
+    linear_remat_method=lambda one: linear_scan(A, ROWS * one, remat=2, method="chunked"),
     linear_save=lambda one: linear_scan(A, ROWS * one, save=2),
     linear_reset_to=lambda one: linear_scan(A, ROWS * one, reset_to=0.0),
     linear_both=lambda one: linear_scan(A, ROWS * one, lengths=LENGTHS, mask=jnp.ones((3, 2), bool)),

@@ -148,13 +148,15 @@ def test_an_x_that_is_ignored_is_found():
 
 def test_a_carry_that_is_multiplied_and_added_to_is_found():
     def found(body, init=INIT):
-        return ["linear_scan" in each.cure for each in describe(treescan.scan, body, init, XS).findings]
+        return ["matrix" in each.cure for each in describe(treescan.scan, body, init, XS).findings]
 
     def ema(h, x):
         h = 0.9 * h + (1 - 0.9) * x["a"]
         return h, jnp.sin(h)
 
-    assert found(ema) == [True]
+    assert found(ema) == [False]
+    assert found(lambda h, x: (h @ jnp.ones((64, 64)) + x["a"], None)) == [True]
+    assert not found(lambda h, x: (h @ h.T @ h + x["a"], None))
     assert not found(lambda h, x: (h * jnp.tanh(h) + x["a"], None))
     assert not found(lambda h, x: (h + x["a"], None))
     assert not found(lambda h, x: ((h[0] * h[1] + x["a"], h[1] + 1), None), (INIT, INIT))

@@ -119,10 +119,10 @@ def test_a_finished_run_returns_its_result_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize("interrupts", [False, True])
 def test_a_longer_source_is_continued(before: int, keep: int, interrupts: bool, tmp_path: Path) -> None:
     """Also where the last part of the shorter one had fewer steps than the others."""
-    options: dict[str, Any] = {"chunk": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=keep)}
+    options: dict[str, Any] = {"part": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=keep)}
     longer = np.concatenate([XS, XS])
     if interrupts:
-        halted = stream_parts(step, init(), XS[:before], **options)
+        halted = stream(step, init(), XS[:before], parts=True, **options)
         for part in halted:
             if part.start == 10:
                 halted.close()
@@ -139,12 +139,12 @@ def test_a_longer_source_is_continued(before: int, keep: int, interrupts: bool, 
 
 def test_a_longer_source_cannot_be_continued(tmp_path: Path) -> None:
     checkpoints = [Checkpoint(tmp_path / name, keep=1) for name in "ab"]
-    stream(step, init(), XS[:18], chunk=5, key=KEY, checkpoint=checkpoints[0])
+    stream(step, init(), XS[:18], part=5, key=KEY, checkpoint=checkpoints[0])
     with pytest.raises(CheckpointError, match="no older checkpoint"):
-        stream(step, init(), XS, chunk=5, key=KEY, checkpoint=checkpoints[0])
-    stream(step, init(), XS[:20], chunk=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
+        stream(step, init(), XS, part=5, key=KEY, checkpoint=checkpoints[0])
+    stream(step, init(), XS[:20], part=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
     with pytest.raises(CheckpointError, match="those of another run"):
-        stream(step, init(), XS, chunk=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
+        stream(step, init(), XS, part=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
 
 
 class Resumable:

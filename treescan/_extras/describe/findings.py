@@ -91,33 +91,42 @@ _SUMS, _SAME = frozenset({"add", "sub", "add_any"}), frozenset({"neg", "convert_
 
 
 def linear_carry(body: TracedBody) -> Iterator[Finding]:
-    """A body that multiplies its carry, and adds to it, and does nothing else with it."""
+    """A body that multiplies its carry, also by a matrix, and adds to it, and does nothing else with it."""
     first, count = body.counts
     state = body.jaxpr.invars[first : first + count]
     does = [_done(body.jaxpr, leaf, state, new) for leaf, new in zip(state, body.jaxpr.outvars, strict=False)]
     known = all(each is not None for each in does) and not body.hoisted.effects
-    if known and {"times", "plus"} <= set[str]().union(*filter(None, does)):
+    done = set[str]().union(*filter(None, does))
+    if known and {"times", "plus"} <= done:
+        how, option = (
+            ("where a is a matrix", ", with `matrix=True`,") if "matrix" in done else ("element by element", "")
+        )
         yield Finding(
-            "The new carry is a * carry + b, element by element, where a and b do not depend on the carry.",
-            "`treescan.linear_scan` is the verb for this. Its gradient saves a and the states, and nothing else.",
+            f"The new carry is a * carry + b, {how}, and a and b do not depend on the carry.",
+            f"`treescan.linear_scan`{option} is the verb for this. Its gradient saves a and the states, nothing else.",
         )
 
 
 def _done(jaxpr: Any, leaf: Any, state: list[Any], new: Any) -> set[str] | None:
-    """What is done with a leaf of the state: "times" and "plus", by what does not depend on it; None: more."""
+    """What is done with a leaf of the state: "times" (perhaps a "matrix"), "plus", by what is not; None: more."""
     affine, other = {leaf: set[str]()}, set(state) - {leaf}
     for equation in jaxpr.eqns:
         atoms = [atom for atom in equation.invars if not hasattr(atom, "val")]
         found, name = [atom for atom in atoms if atom in affine], equation.primitive.name
-        kind = "plus" if name in _SUMS else "times" if name in ("mul", "div") else ""
+        kind = "plus" if name in _SUMS else "times" if name in ("mul", "div", "dot_general") else ""
         alone = len(found) == 1 and (name != "div" or equation.invars[0] in affine)
+        if name == "dot_general":  # a product of the last axis of the leaf and a matrix
+            (left, _), _ = equation.params["dimension_numbers"]
+            first = equation.invars[0] in affine
+            alone = alone and (left == (leaf.aval.ndim - 1,) if first else leaf.aval.ndim == 1)
         fits = name in _SUMS or name in _SAME or (kind == "times" and alone)
         whole = all(variable.aval.shape == leaf.aval.shape for variable in equation.outvars)
         if any(atom in other for atom in atoms) or (found and not (fits and whole)):
             other.update(equation.outvars)
         elif found:
             before = set[str]().union(*(affine[atom] for atom in found))
-            affine[equation.outvars[0]] = before | ({kind} if kind and alone else set())
+            now = {kind} | ({"matrix"} if name == "dot_general" else set()) if kind and alone else set[str]()
+            affine[equation.outvars[0]] = before | now
     return None if hasattr(new, "val") else affine.get(new)
 
 

@@ -1,8 +1,8 @@
-"""The one rule for derivatives, of all methods.
+"""The one rule for derivatives, of all methods: the derivative of a recurrence is the same recurrence.
 
-The derivative of a recurrence is the same recurrence, of `u = db + da * before`. So it is the solution of linear
-equations, `h - factor * before = u`. JAX is told how to solve these, and that the transposed ones are solved by the
-recurrence that runs the other way. All transformations and higher derivatives follow; a and h are all that is saved.
+Each step's derivative is that of `step`, at the state that is found in the states themselves. So a and the states are
+all that is saved. In sequence, it is a scan, which JAX transposes: what all steps share has one cotangent, which the
+loop sums. By the other methods, it is the solution of linear equations, which JAX is told how to solve.
 """
 
 from __future__ import annotations
@@ -15,56 +15,89 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ..._avals import Array
-from .methods import run, solve
-from .products import How, Steps, but, times, varying, where
+from ..._types import Remat
+from .methods import driven, over_steps, shifted, solve
+from .step import Given, How, like_step, linear_step, step
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def recurrence(how: How, steps: Steps, a: Array, b: Array, h0: Array, target: Array | None) -> tuple[Array, Array]:
-    """The last state and all states, with the rule; see `run`."""
-    return run(how, steps, a, b, h0, target)
+def run(how: How, x: Given) -> tuple[Array, Array]:
+    """The last state, and all states in the dtype that is kept, without the rule."""
+    if how.method != "sequential":
+        hs = solve(how, driven(how, x))
+        return hs[0 if how.reverse else -1], hs.astype(how.out)
+
+    def body(h: Array, x: Given) -> tuple[Array, Array]:
+        h = step(how, h, x)
+        return h, h.astype(how.out)
+
+    remat = None if how.remat is None else Remat(chunk=how.remat)
+    return over_steps(how, body, x.start[0], x._replace(start=None), remat=remat)
+
+
+recurrence = jax.custom_jvp(run, nondiff_argnums=(0,))
+"""`run`, with the rule."""
 
 
 @functools.partial(recurrence.defjvp, symbolic_zeros=True)
-def _rule(how: How, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    steps, a, b, h0, target = primals
-    _, da, db, dh0, dtarget = (None if isinstance(each, SymbolicZero) else each for each in tangents)
-    last, hs = recurrence(how, *primals)
-    first = -1 if how.reverse else 0
-    u = jnp.zeros_like(b, how.state) if db is None else db.astype(how.state)
-    if da is not None:
-        before = _before(how, steps, h0, target, hs)
-        da = but(steps.valid, da.astype(how.state), 0)
-        u = u + times(how, da, before)
-    u = but(steps.valid, u, 0)
-    if dtarget is not None and steps.cut is not None:
-        u = u + but(steps.cut, times(how, but(steps.cut, a.astype(how.state), 0), dtarget[None]), 0)
-    if dh0 is not None:
-        valid, cut = (None if each is None else each[first] for each in steps)
-        enters = but(valid, times(how, but(valid, a[first].astype(how.state), 0), dh0), dh0)
-        u = u.at[first].add(where(cut, jnp.zeros((), how.state), enters))
-    dh = _solution(how, steps, a, varying(u, a, b, h0, target, *steps))
-    return (last, hs), (dh[0 if how.reverse else -1], dh.astype(hs.dtype))
+def _rule(how: How, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Any, Any]:
+    (x,), (dx,) = primals, tangents
+    last, hs = recurrence(how, x)
+    moving = {name: dx[i] for i, name in enumerate(("a", "b", "start", "target")) if _moves(dx[i])}
+    derivative = _in_sequence if how.method == "sequential" else _by_solution
+    return (last, hs), derivative(how, x, hs, moving)
 
 
-def _before(how: How, steps: Steps, start: Array, target: Any, hs: Array) -> Array:
-    """The state that each step is given, of all states."""
-    start, hs = start[None], hs.astype(how.state)
-    before = jnp.concatenate([hs[1:], start] if how.reverse else [start, hs[:-1]])
-    return where(steps.cut, jnp.zeros((), how.state) if target is None else target[None], before)
+def _moves(tangent: Any) -> bool:
+    return not (tangent is None or isinstance(tangent, SymbolicZero))
 
 
-def _solution(how: How, steps: Steps, a: Array, u: Array) -> Array:
-    """The states from 0, as a linear function of u; differentiable by a too."""
+def _in_sequence(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[Array, Array]:
+    """A scan, which JAX transposes. The loop itself sums the cotangents of what all steps share.
 
-    def residual(h: Array) -> Array:
-        zero = jnp.zeros_like(h[0])
-        product = times(how, but(steps.valid, a.astype(how.state), 0), _before(how, steps, zero, None, h))
-        return h - but(steps.valid, product, _before(how, Steps(), zero, None, h))
+    It finds the state before each step by its place, because shifted states would be a copy of them.
+    """
+    large = {name: each for name, each in dx.items() if each.size >= x.b.size and name != "start"}
+    small = {name: each for name, each in dx.items() if name not in large and name != "start"}
+    dh0 = dx["start"][0] if "start" in dx else like_step(0, x.b, how.state, *x)
+    u = _moved(how, x, hs, large) if large else None
+    first, back = (len(hs) - 1, 1) if how.reverse else (0, -1)
 
-    return jax.lax.custom_linear_solve(
-        residual,
-        u,
-        solve=lambda _, right: solve(how, steps, a, right),
-        transpose_solve=lambda _, right: solve(how, steps, a, right, transposed=True),
-    )
+    def body(dh: Array, x: Given, dx: dict[str, Array], u: Array | None, place: Array) -> tuple[Array, Array]:
+        before = jax.lax.dynamic_index_in_dim(hs, jnp.clip(place + back, 0, len(hs) - 1), 0, keepdims=False)
+        h = jnp.where(place == first, x.start, before.astype(how.state))
+        own = {name: getattr(x, name) for name in dx}
+        dh = jax.jvp(lambda h, own: step(how, h, x._replace(**own)), (h, own), (dh, dx))[1]
+        dh = dh if u is None else dh + u
+        return dh, dh.astype(how.out)
+
+    return over_steps(how, body, dh0, x, small, u, jnp.arange(len(hs)), remat="step")
+
+
+def _by_solution(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[Array, Array]:
+    """The solution of `dh - factor * before = u`, where u is what all steps make of the tangents of what they read."""
+    back = how._replace(reverse=not how.reverse)
+
+    def residual(dh: Array) -> Array:
+        return dh - linear_step(how, shifted(how, dh, jnp.zeros_like(dh[:1])), x._replace(b=0))
+
+    def transposed(_: Any, right: Array) -> Array:
+        def later(each: Array) -> Array:
+            return each if len(each) == 1 else shifted(back, each, jnp.zeros_like(each[:1]))
+
+        turned = x._replace(a=jnp.swapaxes(x.a, -1, -2) if how.matrix else x.a)
+        return solve(back, jax.tree.map(later, turned)._replace(b=right))
+
+    x, u = x._replace(b=None, start=None, target=None), _moved(how, x, hs, dx)
+    dh = jax.lax.custom_linear_solve(residual, u, lambda _, u: solve(how, x._replace(b=u)), transposed)
+    return dh[0 if how.reverse else -1], dh.astype(how.out)
+
+
+@functools.partial(jax.checkpoint, static_argnums=0)  # neither the states before, nor selections of a, are saved
+def _moved(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> Array:
+    """What all steps make of the tangents of what they read, but for those of the states before them."""
+
+    def of(own: dict[str, Array]) -> Array:
+        moved = x._replace(**own)
+        return step(how, shifted(how, hs.astype(how.state), moved.start), moved)
+
+    return jax.jvp(of, ({name: getattr(x, name) for name in dx},), (dx,))[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +12,17 @@ from ..._arguments import check_reverse
 from ..._avals import Array, ArrayLike, PyTree, TreeDef
 from ..._batches.batch import rows_of
 from ..._errors import STEP_WORDS, Misuse, expect, expect_int, explain, verb
+from ..._options.resets import beginnings
 from ..._rows.axes import RowFlags
 from ..._rows.checks import check_time_axis
 from ..._rows.fill import HOLD, check_fill, fill_leaves
-from ..._rows.spans import numbers_of
+from ..._rows.leaves import mask_of_lengths
+from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of, refuse_split_rows, turns
 from ..._tree import Prefix
-from .leaves import Given, leaves_of
-from .parts import between_devices, in_parts, last_of_devices, steps_of_device
-from .products import How, but, like_step
-from .rows import check_flags, ends, entering, rows_at, steps_of
+from .checks import Both, check_flags, leaves_of, refuse_part
+from .methods import between_devices
+from .rule import recurrence, run
+from .step import Given, How, but, like_step
 
 METHODS = ("sequential", "chunked", "parallel")
 _WORDS = {**STEP_WORDS, "xs": "b"}
@@ -74,7 +76,8 @@ def linear_scan(
         fill: the value of hs at padded steps: a number; "hold" for the row's last state, and 0 before there is one; or
             a prefix tree of b with these.
         save: which hs to keep: "all"; "last", each row's last valid one; or None.
-        remat: k: the gradient saves every k-th state, and computes the others again. None: it saves all.
+        remat: k: the gradient saves every k-th state, and computes the others again. Only in "sequential". None: it
+            saves all.
         method: "sequential" is a scan. "chunked" runs about sqrt(T) parts side by side, then the states between them,
             then the parts again. "parallel" composes steps in pairs, in log2(T) rounds. None is "sequential", on every
             backend, because no other was faster where it was measured. In the other two, a product of factors that
@@ -106,121 +109,94 @@ def linear_scan(
          [1.75 0.  ]]
     """
     try:
-        kinds = '"sequential", "chunked", "parallel" or None'
-        expect(method is None or (isinstance(method, str) and method in METHODS), "method", kinds, method)
-        kinds = '"all", "last" or None'
-        expect(save is None or (isinstance(save, str) and save in ("all", "last")), "save", kinds, save)
-        expect(isinstance(matrix, bool), "matrix", "True or False", matrix)
-        expect(axis_name is None or isinstance(axis_name, str), "axis_name", "a string or None", axis_name)
+        for name, value, allowed in (
+            ("method", method, (*METHODS, None)),
+            ("save", save, ("all", "last", None)),
+            ("matrix", matrix, (True, False)),
+        ):
+            kinds = [f'"{each}"' if isinstance(each, str) else str(each) for each in allowed]
+            known = isinstance(value, str | bool | None) and value in allowed
+            expect(known, name, f"{', '.join(kinds[:-1])} or {kinds[-1]}", value)
+        expect(isinstance(axis_name, str | None), "axis_name", "a string or None", axis_name)
         if remat is not None:
             every = "It is the number of steps between two states that are saved."
-            remat = expect_int(remat, "remat", every, kind="an int or None", least=1, small=every)
+            remat = expect_int(remat, "remat", every, kind="an int or None", least=2, small=every)
+            if method in METHODS[1:]:
+                both = f'{{call}}: `remat` and `method="{method}"` cannot be combined.'
+                raise Misuse(both, 'It is for `method="sequential"`.')
         reverse, time_axis, fill = check_reverse(reverse), check_time_axis(time_axis), check_fill(fill)
-        given, flags = rows_of(Given(a, b), RowFlags(lengths, mask, resets), time_axis, None)
-        count, leaves = leaves_of(given, init, time_axis, matrix=matrix)
-        if axis_name is not None:
-            _refuse_part(flags, reset_to, fill, reverse)
-            flags = flags._replace(lengths=steps_of_device(flags.lengths, count, axis_name))
+        given, flags = rows_of(Both(a, b), RowFlags(lengths, mask, resets), time_axis, None)
+        leaves = leaves_of(given, init, time_axis, matrix=matrix)
         tree: TreeDef = jax.tree.structure(given.b)
-        moved, inits = ([getattr(leaf, name) for leaf in leaves] for name in ("b", "h0"))
-        wide = [jnp.broadcast_to(h0, b.shape[1:]) for h0, b in zip(inits, moved, strict=True)]
-        flags = check_flags(flags, reset_to, tree.unflatten(wide), tree.unflatten(moved), time_axis, count)
-        fills = fill_leaves(Prefix.of(fill), tree.unflatten(moved))
-        held = [value == HOLD for value in Prefix.of(fill).spread(tree.unflatten(moved), "b")]
-        plan = Plan(method or METHODS[0], matrix, reverse, time_axis, save, remat, axis_name)
-        found = [
-            _run(plan._replace(hold=hold), leaf[1:], value, flags._replace(to=None, inits=None), to, table)
-            for leaf, value, hold, to, table in zip(
-                leaves, fills, held, flags.to or [None] * len(leaves), flags.inits or [None] * len(leaves), strict=True
-            )
-        ]
-        last, hs = ([each[place] for each in found] for place in (0, 1))
-        return tree.unflatten(last), None if save is None else tree.unflatten(hs)
+        moved, inits = (tree.unflatten([leaf[i] for leaf in leaves]) for i in (1, 2))
+        if axis_name is not None:
+            refuse_part(flags, fill, reverse=reverse)
+            if flags.lengths is not None:
+                flags = flags._replace(lengths=_lengths_of_device(flags.lengths, len(leaves[0][1]), axis_name))
+        flags = check_flags(flags, reset_to, inits, moved, time_axis)
+        fills, held = fill_leaves(Prefix.of(fill), moved), Prefix.of(fill).spread(moved, "b")
+        found = list[tuple[Array, Array | None]]()
+        for i, (own_a, own_b, h0) in enumerate(leaves):
+            to, table = (None if each is None else each[i] for each in (flags.to, flags.inits))
+            hold, dtypes = held[i] == HOLD, (h0.dtype, own_b.dtype)
+            how = How(method or METHODS[0], matrix, reverse, remat, save, time_axis, axis_name, hold, *dtypes)
+            found.append(_run(how, own_a, own_b, h0, fills[i], flags._replace(to=to, inits=table)))
+        last, hs = (tree.unflatten([each[i] for each in found]) for i in (0, 1))
+        return last, None if save is None else hs
     except Exception as error:
         explained = explain(error, "linear_scan", words=_WORDS)
     raise explained
 
 
-def _refuse_part(flags: RowFlags, reset_to: PyTree, fill: PyTree, reverse: bool) -> None:
-    """Refuses what a device cannot know of its own steps alone."""
-    if flags.spans is not None:
-        raise Misuse(
-            "{call}: the steps of a `Packed` cannot be split over devices: its index counts the steps of all.",
-            "Split its rows, without `axis_name`. Or pass its `data`, `mask` and `resets`.",
-        )
-    if flags.resets is not None and reverse:
-        raise Misuse(
-            "{call}: `resets` and `axis_name` cannot be combined in reverse: where the last segment of a device ends "
-            "is known to the next device.",
-            "Run forward, or keep all steps on each device.",
-        )
-    if HOLD in Prefix.of(fill).leaves:
-        cure = "Give a number."
-        raise Misuse('{call}: `fill="hold"` cannot be combined with `axis_name`.', cure)
-    if flags.resets is not None and reset_to is None:
-        raise Misuse("{call}: with `axis_name`, `resets` needs `reset_to`.", "Say by `reset_to` what they restore.")
-
-
-class Plan(NamedTuple):
-    """How one leaf is computed; static.
-
-    Attributes:
-        method: one of `METHODS`.
-        matrix: as the verb is told; and so on.
-        reverse: the same.
-        time_axis: the same.
-        save: the same.
-        remat: the same.
-        axis_name: the same.
-        hold: whether padded steps have the last state.
-    """
-
-    method: str
-    matrix: bool
-    reverse: bool
-    time_axis: int
-    save: str | None
-    remat: int | None
-    axis_name: str | None
-    hold: bool = False
+def _lengths_of_device(lengths: Any, count: int, axis_name: str) -> Array:
+    """The lengths of rows within the steps of this device, of which there are `count`."""
+    return jnp.clip(jnp.asarray(lengths) - jax.lax.axis_index(axis_name) * count, 0, count)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(
-    plan: Plan, leaf: tuple[Array, Array, Array], fill: Array, flags: RowFlags, to: Array | None, table: Array | None
-) -> tuple[Array, Array | None]:
+def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) -> tuple[Array, Array | None]:
     """The last state and the outputs of one recurrence, the steps of which are in front."""
-    a, b, start = leaf
-    count, dtype = b.shape[0], start.dtype
-    spans: Any = flags.spans
-    steps = steps_of(flags, plan.time_axis, plan.reverse, count)
-    out, valid = b.dtype if spans is None else dtype, steps.valid
-    how = How(plan.method, plan.matrix, plan.reverse, dtype, out)
-    h0 = like_step(start, b, dtype, a, to, *steps)
-    target = None if steps.cut is None else h0 if to is None else like_step(to, b, dtype, a, h0, *steps)
-    if spans is not None and table is not None and count:
-        assert valid is not None
-        numbers = numbers_of(spans, valid.shape)
-        b, target = entering(how, steps, a, b, table, numbers), None
-    if plan.axis_name is not None:
-        h0 = between_devices(how, plan.remat, plan.axis_name, steps, a, b, h0, target)
-    last, hs = in_parts(how, plan.remat, steps, a, b, h0, target) if count else (h0, b.astype(out))
-    if plan.axis_name is not None:
-        last = last_of_devices(last, plan.axis_name, reverse=plan.reverse)
-    fill = fill.astype(out)
-    tails = like_step(fill, b, out, hs)
-    any_valid = None if valid is None else jnp.any(valid, 0)
-    end = but(any_valid, last.astype(out), tails) if count else tails
+    count, spans, table = b.shape[0], flags.spans, flags.inits
+    valid, linked = _steps(how, flags, count)
+    h0 = like_step(h0, b, how.state, a, flags.to, valid, linked)
+    target = h0 if flags.to is None else like_step(flags.to, b, how.state, h0)
+    filled = like_step(fill, b, b.dtype, h0)
+    if not count:
+        last, hs, valid = h0, b, None
+    else:
+        x = Given(a, b, h0[None], None if linked is None else target[None], valid, linked)
+        if table is not None:
+            assert spans is not None and valid is not None
+            numbers = jnp.maximum(numbers_of(spans, valid.shape) - 1, 0)
+            x = x._replace(target=jnp.take(table, numbers, axis=0, mode="clip").astype(how.state))
+        if how.axis_name is not None:
+            x = x._replace(start=between_devices(how, how.axis_name, x))
+        own = how if spans is None else how._replace(out=how.state)
+        last, hs = (recurrence if how.remat is None else run)(own, x)
+    if how.axis_name is not None:
+        is_last = jax.lax.axis_index(how.axis_name) == (0 if how.reverse else jax.lax.axis_size(how.axis_name) - 1)
+        last = jax.lax.psum(jnp.where(is_last, last, 0), how.axis_name)
+    end = but(None if valid is None else jnp.any(valid, 0), last.astype(b.dtype), filled) if count else filled
     if spans is not None:
-        begins = table if table is not None else rows_at(h0 if target is None else target, spans)
-        last = ends(hs, spans, valid, begins.astype(dtype), reverse=plan.reverse) if count else begins
-        if plan.save == "last":
-            end = ends(hs, spans, valid, rows_at(tails, spans), reverse=plan.reverse) if count else tails
-    if plan.save != "all":
-        return last, None if plan.save is None else end.astype(fill.dtype)
-    if valid is not None and count:
-        known = valid
-        if plan.hold:
-            known = jax.lax.cummax(known.astype(jnp.int8), reverse=plan.reverse) > 0
-        hs = but(known, hs, tails)
-    return last, jnp.moveaxis(hs.astype(fill.dtype), 0, plan.time_axis)
+        start = at_rows(target, spans, 0) if table is None else table.astype(how.state)
+        ends = functools.partial(ends_of, hs, spans, 0, some=are_valid(spans, flags.mask), reverse=how.reverse)
+        last, end = ends(start), ends(at_rows(filled, spans, 0))
+    if how.save != "all":
+        return last, None if how.save is None else end.astype(b.dtype)
+    if valid is not None:
+        known = jax.lax.cummax(valid.astype(jnp.int8), reverse=how.reverse) > 0 if how.hold else valid
+        hs = but(known, hs.astype(b.dtype), filled)
+    return last, jnp.moveaxis(hs.astype(b.dtype), 0, how.time_axis)
+
+
+def _steps(how: How, flags: RowFlags, count: int) -> tuple[Array | None, Array | None]:
+    """Which steps are valid, and which read the state before them, bool[T, *batch]; None: all."""
+    mask, resets = (None if each is None else jnp.moveaxis(each, how.time_axis, 0) for each in flags[1:3])
+    valid = mask if flags.lengths is None else mask_of_lengths(flags.lengths, count)
+    if resets is None or not count:
+        return valid, None
+    begins = beginnings(resets, jnp.ones_like(resets) if valid is None else valid, reverse=how.reverse)
+    if flags.spans is not None and valid is not None:
+        refuse_split_rows(flags.spans, valid)
+        begins = begins | turns(numbers_of(flags.spans, valid.shape), valid, later=how.reverse)
+    return valid, ~begins

@@ -1,0 +1,157 @@
+"""Takes a, b and init apart, one recurrence for each leaf of b; and refuses what does not fit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._arguments import infer_length
+from ..._avals import Array, PyTree, as_arrays, describe_argument, describe_leaf, is_weak, shape_of
+from ..._errors import Misuse, Row, TypeMisuse
+from ..._options.reset_to import check_targets
+from ..._rows.axes import RowFlags
+from ..._rows.checks import batch_of, check_rows
+from ..._rows.fill import HOLD
+from ..._transforms.axes import spread_prefix
+from ..._tree import Prefix, Root, leaves_with_path, named_roots
+from ...carries._registry import Adopted
+
+
+class Both(NamedTuple):
+    """a and b as the user gave them."""
+
+    a: PyTree
+    b: PyTree
+
+
+named_roots(Both, a=Root("a"), b=Root("b"))
+
+
+def leaves_of(given: Both, init: PyTree, time_axis: int, *, matrix: bool) -> list[tuple[Array, Array, Array]]:
+    """For each leaf of b its factors, what it adds, both with the steps in front, and its first state."""
+    named_a, named_b = leaves_with_path("a", given.a), leaves_with_path("b", given.b)
+    rows = [
+        Row(path, "a float or complex dtype", describe_argument(leaf))
+        for path, leaf in (*named_a, *named_b)
+        if not (jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) or (is_weak(leaf) and path.startswith("a")))
+    ]
+    if rows:
+        cure = "Cast them, for example `b.astype(jnp.float32)`."
+        raise TypeMisuse("{call}: a and b must be real or complex.", cure, rows=rows)
+    infer_length(given.b, None, (time_axis,) * len(named_b))
+    named = jax.tree.unflatten(jax.tree.structure(given.a), itertools.starmap(_Named, named_a))
+    cure = "Give one {} for all leaves of b, or a prefix tree of b."
+    factors = spread_prefix("`a`", named, given.b, "b", cure.format("a"))
+    inits = [0] * len(named_b)
+    if init is not None:
+        inits = spread_prefix("`init`", init, given.b, "b", cure.format("init"))
+    each = zip(factors, itertools.starmap(_Named, named_b), inits, strict=True)
+    return [_checked(factor, added, own, time_axis, matrix) for factor, added, own in each]
+
+
+@dataclass(frozen=True)
+class _Named:
+    path: str
+    leaf: Any
+
+
+def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: bool) -> tuple[Array, Array, Array]:
+    """Refuses factors and a first state that do not fit what is added."""
+    a, b = (_in_front(each.leaf, time_axis) for each in (factor, added))
+    both = f"{factor.path} is {describe_leaf(a)}, and {added.path} is {describe_leaf(b)}"
+    both += " (with the steps in front)" * time_axis
+    if not a.ndim and not matrix:
+        a = a.reshape((1,) * b.ndim)
+    missing, n = b.ndim + matrix - a.ndim, b.shape[-1] if b.ndim > 1 else "n"
+    ahead = ", ".join(["None"] * missing)
+    wide = (*a.shape[:-2], a.shape[-1]) if matrix else a.shape
+    for wrong, says, cure in (
+        (
+            missing > 0,
+            f"a has fewer axes than b{' and a matrix' * matrix}, so it is not clear which axis has the steps.",
+            f"If it has an entry for each step, write `{factor.path}[:, {ahead}]`. If it is the same in all steps, "
+            f"write `{factor.path}[{ahead}]`.",
+        ),
+        (
+            missing < 0,
+            "a has more axes than b.",
+            "Drop axes of a." if matrix or missing < -1 else "For matrices, `[T, ..., n, n]`, pass `matrix=True`.",
+        ),
+        (
+            matrix and (b.ndim < 2 or a.shape[-2:] != (n, n)),
+            f"With `matrix=True`, the last two axes of a must be [{n}, {n}].",
+            f"The states of b are vectors, [T, ..., {n}], and a must hold a square matrix for each.",
+        ),
+        (
+            any(own not in (1, size) for own, size in zip(wide, b.shape, strict=False)),
+            "a does not broadcast to b.",
+            "Each axis of a must be of size 1 or of the size that b has there.",
+        ),
+    ):
+        if wrong:
+            raise Misuse(f"{{call}}: {both}. {says}", cure)
+    dtype = promoted(a, b, jnp.float32)
+    if jnp.iscomplexobj(a) and not jnp.iscomplexobj(b):
+        raise TypeMisuse(
+            f"{{call}}: {both}. The states are complex, and outputs have the dtype of b.",
+            f"Cast it: `{added.path}.astype(jnp.{dtype})`.",
+        )
+    if shape_of(init) not in ((), b.shape[1:]) or promoted(init, dtype) != dtype:
+        raise Misuse(
+            f"{{call}}: a leaf of init is {describe_argument(init)}, but a state is "
+            f"{describe_leaf(jax.ShapeDtypeStruct(b.shape[1:], dtype))}.",
+            "Give a number, or an array of that shape and dtype: the dtype is that of a and b together, at least "
+            "float32.",
+        )
+    return a, b, jnp.broadcast_to(jnp.asarray(init, dtype), b.shape[1:])
+
+
+def promoted(*values: Any) -> Any:
+    """The dtype of all together, whether or not JAX is told to promote none."""
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.result_type(*values)
+
+
+def _in_front(leaf: Any, time_axis: int) -> Array:
+    leaf = as_arrays(leaf)
+    return jnp.moveaxis(leaf, time_axis, 0) if leaf.ndim > time_axis > 0 else leaf
+
+
+def check_flags(flags: RowFlags, reset_to: PyTree, init: PyTree, b: PyTree, time_axis: int) -> RowFlags:
+    """The flags, which fit b, with what resets restore, for each leaf; `init` has all leaves of b."""
+    if any(each is not None for each in flags):
+        named = leaves_with_path("b", b)
+        flags = check_rows(flags, time_axis, named[0][1].shape[0])
+        steps_and_rows = (named[0][1].shape[0], *batch_of(flags, time_axis))
+        rows = [
+            Row(path, f"[{', '.join(map(str, steps_and_rows))}, ...]", describe_leaf(leaf))
+            for path, leaf in named
+            if leaf.shape[: len(steps_and_rows)] != steps_and_rows
+        ]
+        if rows:
+            raise Misuse(
+                "{call}: b does not have the rows of `lengths`, `mask` or `resets`.",
+                "Behind its steps, each leaf has one entry for each row. If the batch leads, [B,T,...]: {batch_first}.",
+                rows=rows,
+            )
+    if reset_to is None and flags.inits is None:
+        return flags
+    return check_targets(flags, reset_to, init, Prefix.of(0), time_axis, Adopted(init), init, "init")
+
+
+def refuse_part(flags: RowFlags, fill: PyTree, *, reverse: bool) -> None:
+    """Refuses what a device cannot know of its own steps alone."""
+    for name, given in (
+        ("a `Packed`", flags.spans is not None),
+        ("`resets` in reverse", flags.resets is not None and reverse),
+        ('`fill="hold"`', HOLD in Prefix.of(fill).leaves),
+    ):
+        if given:
+            raise Misuse(
+                f"{{call}}: {name} and `axis_name` cannot be combined: a device does not know the steps of the others.",
+                "Keep all steps on each device, and leave `axis_name` out.",
+            )
