@@ -188,6 +188,9 @@ case()(
     fill_held_with_an_offset=lambda one: masked(one, fill="hold", offset=3),
     resets_with_an_offset=lambda one: masked(one, resets=RESETS, offset=3),
     resets_with_an_offset_in_reverse=lambda one: masked(one, resets=RESETS, reset_to=0, offset=3, reverse=True),
+    mask_with_an_offset_and_first=lambda one: mask_scan(
+        named("step", lambda carry, x, first: (carry, x)), pair(one), ROWS, mask=~RESETS, offset=3
+    ),
     packed_with_an_offset=lambda one: mask_scan(step, one * jnp.ones((FEATURES.rows, 4)), FEATURES, offset=3),
     lengths_scalar_out_of_range=lambda one: mask_scan(step, one, XS, lengths=-1),
     mask_wrong_length=lambda one: mask_scan(step, pair(one), ROWS, mask=jnp.ones((2, 3), bool)),

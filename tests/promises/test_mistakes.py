@@ -189,6 +189,7 @@ def test_how_many_options_a_verb_has(verb: Callable[..., Any], most: int) -> Non
     with pytest.raises(treescan.errors.ArgumentTypeError) as caught:
         verb(scanned, H, XS, qqq=1)
     options = set(str(caught.value).partition("Its options are")[2].replace(".", "").replace(",", "").split())
+    options |= {p.name for p in inspect.signature(verb).parameters.values() if p.kind is p.KEYWORD_ONLY}
     assert options > {"reverse", "unroll", "key"}
     assert len(options - {"length", "reverse", "unroll"}) <= most
 

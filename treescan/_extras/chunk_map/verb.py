@@ -66,7 +66,6 @@ def chunk_map(
         remat: what the gradient recomputes, as for `treescan.scan`, with chunks for steps. By default each chunk, so
             the gradient saves nothing of it. None saves what `f` computes for all chunks.
         unroll: as for `treescan.scan`.
-        name: as for `treescan.scan`.
         progress: as for `treescan.scan`; it counts whole chunks.
 
     Returns:

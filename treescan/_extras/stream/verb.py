@@ -183,7 +183,6 @@ def stream(
             read. None: only without `on_part` and `parts`. `init` is copied.
         progress: show a bar for the whole run, as for `treescan.scan`. It moves after each part.
         check_finite: True checks the carry after each step, as for `treescan.scan`. Each part is then waited for.
-        name: the name of the loop in profilers.
 
     Returns:
         The final carry, and what `save="last"` keeps: the last y of the run, or of each row. It is None for outputs
