@@ -151,8 +151,8 @@ def checkpoints_of_another_run(one):
 @case(less=HOST, context=in_a_new_folder)
 def checkpoints_before_a_longer_source(one):
     once = Checkpoint("runs/1", keep=1)
-    stream(step, jnp.float32(0), XS[:7], chunk=5, checkpoint=once)
-    return stream(step, jnp.float32(0), XS, chunk=5, checkpoint=once)
+    stream(step, jnp.float32(0), XS[:7], part=5, checkpoint=once)
+    return stream(step, jnp.float32(0), XS, part=5, checkpoint=once)
 
 
 @case(less=HOST, context=in_a_new_folder)

@@ -82,7 +82,7 @@ class Folder:
         self._is_local = "://" not in folder
         self._path = Path(folder).absolute() if self._is_local else folder
         self._program = program
-        self._chunk, self._length = int(program["chunk"]), _number(program["length"])
+        self._part, self._length = int(program["part"]), _number(program["length"])
         self._manager: Any = None
         self._orbax: Any = None
         self._steps = dict[int, int]()
@@ -211,7 +211,7 @@ class Folder:
             if damaged:
                 self._put_aside(damaged, step, saved)
             if saved.finished and saved.steps < self._length:
-                if saved.steps % self._chunk:  # its last part was a shorter one, which the longer run does not have
+                if saved.steps % self._part:  # its last part was a shorter one, which the longer run does not have
                     shorter.append(step)
                     continue
                 self._reopen(step)
@@ -224,7 +224,7 @@ class Folder:
         if shorter:
             raise CheckpointFault(
                 f"{{call}}: the source is longer than when the run in `{self.settings.folder}` finished. Its last part "
-                f"was shorter than `chunk={self._chunk}`, and no older checkpoint is left.",
+                f"was shorter than `part={self._part}`, and no older checkpoint is left.",
                 "Take the carry that the finished run returned as the `init` of a run over the steps that are new.",
             )
         return None
