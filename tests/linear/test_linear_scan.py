@@ -76,7 +76,7 @@ def program(seed: int) -> Program:
 def called(which: Program, a: Any, b: Any, init: Any, to: Any) -> Any:
     """The call, whose padding is NaN."""
     options, valid, wide = dict(which.options), jnp.asarray(which.valid), b.dtype
-    state = jnp.promote_types(which.dtype, jnp.float32)
+    state = "float32" if which.dtype in ("float16", "bfloat16") else which.dtype
     a, b, init = (None if each is None else each.astype(which.dtype) for each in (a, b, init))
     to = None if to is None else to.astype(state)
     if a.shape[:2] == valid.shape:
