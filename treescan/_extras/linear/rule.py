@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from ..._avals import Array
 from ..._types import Remat
 from .methods import driven, over_steps, shifted, solve
-from .step import Given, How, like_step, linear_step, step
+from .step import Given, How, but, like_step, linear_step, step
 
 
 def run(how: How, x: Given) -> tuple[Array, Array]:
@@ -27,7 +27,8 @@ def run(how: How, x: Given) -> tuple[Array, Array]:
         return hs[0 if how.reverse else -1], hs.astype(how.out)
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
-        h = step(how, h, x)
+        own = x._replace(valid=None) if how.remat is None else x  # with the rule, padding may be multiplied
+        h = but(x.valid, step(how, h, own), h)
         return h, h.astype(how.out)
 
     remat = None if how.remat is None else Remat(chunk=how.remat)

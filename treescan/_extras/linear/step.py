@@ -91,7 +91,11 @@ def factor(how: How, x: Given) -> Array:
 
 def times(how: How, a: Array, h: Array) -> Array:
     """A factor times a state."""
-    return compose(how, a, h[..., None])[..., 0] if how.matrix else a * h
+    if not how.matrix:
+        return a * h
+    if a.shape[-1] <= _SMALL:
+        return jnp.sum(a * h[..., None, :], axis=-1)
+    return jnp.einsum("...ij,...j->...i", a, h, precision="highest")
 
 
 def compose(how: How, second: Array, first: Array) -> Array:
