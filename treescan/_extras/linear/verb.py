@@ -165,12 +165,7 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
         last, hs, valid = h0, b, None
     else:
         x = Given(a, b, h0[None], None if linked is None else target[None], valid, linked)
-<<<<<<< HEAD
-        if table is not None:
-            assert spans is not None and valid is not None
-=======
         if table is not None and spans is not None and valid is not None:
->>>>>>> h-linear2
             numbers = jnp.maximum(numbers_of(spans, valid.shape) - 1, 0)
             x = x._replace(target=jnp.take(table, numbers, axis=0, mode="clip").astype(how.state))
         if how.axis_name is not None:
