@@ -136,6 +136,6 @@ def between_devices(how: How, axis_name: str, x: Given) -> Array:
 
 
 def driven(how: How, x: Given) -> Given:
-    """The same recurrence, from 0: what it starts from, and what segments begin from, is added."""
+    """A recurrence from 0, to which is added what this one starts from, and what its segments begin from."""
     added = step(how, shifted(how, jnp.zeros_like(x.b, how.state), x.start), x)
     return x._replace(b=added, start=None, target=None)

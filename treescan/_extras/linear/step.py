@@ -79,7 +79,7 @@ def step(how: How, h: Array, x: Given) -> Array:
 
 
 def linear_step(how: How, h: Array, x: Given) -> Array:
-    """The same of a target of 0, where b counts in each step, valid or not."""
+    """The state after one step with a target of 0, where b counts in each step, valid or not."""
     return times(how, factor(how, x), but(x.linked, h, 0)) + x.b
 
 
