@@ -301,7 +301,17 @@ def transforms_of(verb: str) -> list[str]:
     """The classes of a verb's transforms, read off its source, innermost first."""
     tree = ast.parse((PACKAGE / "_verbs" / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] == "run"]
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign | ast.AnnAssign)]
+    own = [  # what is listed for some loops alone
+        node.value.elts
+        for node in assigned
+        if isinstance(node.value, ast.Tuple)
+        and ast.unparse(node.target if isinstance(node, ast.AnnAssign) else node.targets[0]) == "of_outputs"
+    ]
+    lists = list[list[ast.expr]]()
+    for call in (call for call in calls if ast.unparse(call.func).split(".")[-1] == "run"):
+        shared = [argument for argument in call.args if ast.unparse(argument) != "*of_outputs"]
+        lists += [[*some, *shared] for some in own] if len(shared) < len(call.args) else [call.args]
     listed = [arguments for arguments in lists if arguments and all(map(_classes_of, arguments))]
     names = [
         name for argument in (max if verb == "mask_scan" else min)(listed, key=len) for name in _classes_of(argument)

@@ -401,32 +401,26 @@ def run_scan(
     call = prepare(convention, f, init, xs, length, masked=rows is not None, has_segments=rows is not None, **options)
     save = strided(save, call)
     if rows is None:
-        return call.run(
-            call.over_axes,
-            checking(check_finite, call),
-            MoveOutputs.of(out_axes, save),
-            recomputing(remat),
-            truncating(truncate),
-            recording(save),
-            KeepOutputs.of(save),
-            showing(progress, call),
-            donates=donates,
+        of_outputs: tuple[Transform | None, ...] = (call.over_axes, KeepOutputs.of(save))
+    else:
+        flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
+        flags = rows.restoring(flags, init, call)
+        filled, kept = Prefix.of(rows.fill), check_save(save)
+        call = dataclasses.replace(call, given=call.given._replace(rows=flags))
+        of_outputs = (
+            rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
+            Mask(filled, repr(rows.fill)),
+            *dividing(flags),
+            KeepRows(kept, filled),
+            Skip(rows.chunk, rows.compact),
         )
-    flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
-    flags = rows.restoring(flags, init, call)
-    filled, kept = Prefix.of(rows.fill), check_save(save)
-    call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
-        rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
+        *of_outputs,
         checking(check_finite, call),
         MoveOutputs.of(out_axes, save),
-        Mask(filled, repr(rows.fill)),
-        *dividing(flags),
         truncating(truncate),
         recording(save),
-        KeepRows(kept, filled),
         recomputing(remat),
-        Skip(rows.chunk, rows.compact),
         showing(progress, call),
         donates=donates,
     )
