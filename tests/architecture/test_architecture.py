@@ -262,7 +262,7 @@ def test_init_holds_exports_and_nothing_else(package: str) -> None:
     assert exported == {name: home for home, names in homes.items() for name in names.split()}
     module = public_module(package)
     shown = {name for name in dir(module) if not name.startswith("_")}
-    assert set(exported) == shown - {"TYPE_CHECKING", "on_first_use", "integrations", "options"}
+    assert set(exported) == shown - {"TYPE_CHECKING", "on_first_use", "integrations"}
     assert set(module.__all__) == {name for name, home in exported.items() if home != "."}
 
 

@@ -174,7 +174,7 @@ FORMER: dict[str, tuple[str, str, tuple[Callable[..., Any], ...]]] = {
 
 @pytest.mark.parametrize(("option", "verb"), [(each, verb) for each, (*_, verbs) in FORMER.items() for verb in verbs])
 def test_options_of_earlier_versions(option: str, verb: Callable[..., Any]) -> None:
-    given = {treescan.stream: {"chunk": 2}, treescan.chunk_map: {"chunk_size": 2}}.get(verb, {})
+    given = {treescan.stream: {"part": 2}, treescan.chunk_map: {"chunk_size": 2}}.get(verb, {})
     operands = (XS,) if verb is treescan.chunk_map else (H, XS)
     says, cure, _ = FORMER[option]
     with pytest.raises(treescan.TreescanError) as caught:
