@@ -90,7 +90,11 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     rngs = {"noise": KEY} if "noise" in how else {}
     # A tree of axes is a prefix of the arguments, of which there is one.
     passed = {**options, **({"in_axes": (options["in_axes"],)} if "in_axes" in options else {})}
-    return values(getattr(lib, "lifting", lib).lift(step, **roles, **passed)(variables, rngs, init, *(() if xs is None else (xs,))))
+    return values(
+        getattr(lib, "lifting", lib).lift(step, **roles, **passed)(
+            variables, rngs, init, *(() if xs is None else (xs,))
+        )
+    )
 
 
 GIVEN = {
