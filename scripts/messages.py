@@ -175,7 +175,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("mask_neither", "lengths_out_of_range", "batch_not_in_x"),
             (
                 *("mask_*", "lengths_*", "length_mask_*", "batch_*", "time_*", "resets_*"),
-                *("carry_axes_*", "row_axes_*"),
+                "carry_axes_*",
             ),
         ),
         Topic(
@@ -280,7 +280,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("length_float", "length_of_rows", "mask_not_bool", "in_axes_float"),
             (
                 *("length_*", "lengths_*", "mask_*", "resets_*", "in_axes_*", "out_axes_*", "batch_axes_*", "chunk_*"),
-                *("compact_*", "fill_*", "fori_*", "name_*", "reverse_*", "remat_*", "layers_*"),
+                *("compact_*", "fill_*", "fori_*", "reverse_*", "remat_*", "layers_*"),
                 "max_length_*",
             ),
         ),

@@ -71,7 +71,13 @@ def _in_sequence(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[A
         dh = dh if u is None else dh + u
         return dh, dh.astype(how.out)
 
-    return over_steps(how, body, dh0, x, small, u, jnp.arange(len(hs)), remat="step")
+    def push(given: Any) -> tuple[Array, Array]:
+        dh0, small, u = given
+        return over_steps(how, body, dh0, x, small, u, jnp.arange(len(hs)), remat="step")
+
+    # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
+    given = dh0, small, u
+    return jax.jvp(push, (jax.tree.map(jnp.zeros_like, given),), (given,))[1]
 
 
 def _by_solution(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[Array, Array]:
