@@ -27,6 +27,7 @@ case()(
     linear_save=lambda one: linear_scan(A, ROWS * one, save=2),
     linear_reset_to=lambda one: linear_scan(A, ROWS * one, reset_to=0.0),
     linear_both=lambda one: linear_scan(A, ROWS * one, lengths=LENGTHS, mask=jnp.ones((3, 2), bool)),
+    linear_axis_name=lambda one: linear_scan(A, ROWS * one, axis_name=0),
     linear_axis_hold=lambda one: linear_scan(A, ROWS * one, axis_name="steps", fill="hold"),
     linear_axis_resets=lambda one: linear_scan(
         A, ROWS * one, axis_name="steps", resets=jnp.ones((3, 2), bool), reverse=True
