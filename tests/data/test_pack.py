@@ -157,7 +157,7 @@ def test_last_of_each(sequences):
         want = jax.tree.map(functools.partial(ends, reverse), *sequences)
         for batch in (pack(sequences, fill=1), pad(sequences, fill=1)):
             assert_same_bits(last(batch.data, batch, reverse=reverse), want)
-            assert_same_bits(jitted(batch, batch.data, reverse=reverse), want)
+            assert_same_bits(jitted(batch.data, batch, reverse=reverse), want)
 
 
 def batches():

@@ -30,7 +30,7 @@ def test_is_what_pad_makes_of_the_list(sequences):
     packed = pack(sequences, fill=1)
     want = pad(unpack(packed.data, packed), length=packed.steps, fill=0)
     assert_same_bits(repad(packed.data, packed), want)
-    assert_same_bits(jax.jit(repad)(packed, packed.data), want)
+    assert_same_bits(jax.jit(repad)(packed.data, packed), want)
     longest = max(np.asarray(packed.index.length))
     assert_same_bits(repad(packed.data, packed, length=int(longest)), pad(sequences))
     assert_same_bits(repad(packed.data, packed, length=packed.steps + 2), pad(sequences, length=packed.steps + 2))

@@ -157,7 +157,8 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
             jnp.zeros(2),
             treescan.pack([jnp.ones(4), jnp.ones(1)], rows=2, init=[jnp.ones(()), jnp.zeros(())]),
             check_finite=True,
-            **(every | {"out_axes": 1}),
+            time_axis={"ys": 1},
+            **{name: each for name, each in every.items() if name != "out_axes"},
         ),
     }
     run[verb]()

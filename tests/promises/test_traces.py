@@ -34,7 +34,7 @@ def _with_static_leaves(body, init, xs):
     return treescan.scan(body, init | {"act": jnp.sin}, xs)[1]
 
 
-ALL_AT_ONCE = {"lengths": LENGTHS, "reverse": True, "unroll": 2, "out_axes": -1, "fill": 2, "chunk": 2}
+ALL_AT_ONCE = {"lengths": LENGTHS, "reverse": True, "unroll": 2, "time_axis": {"ys": -1}, "fill": 2, "chunk": 2}
 MORE = {
     "annotated": (annotated, over(treescan.scan), 1),
     "annotated_mask": (annotated, over(treescan.mask_scan, lengths=LENGTHS), 1),

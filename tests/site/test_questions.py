@@ -10,7 +10,7 @@ QUESTIONS = {
     "My sequences have different lengths.": (["tab: Guides"], "mask_scan("),
     "How do I run the layers of a model as one loop?": (["tab: Guides", "menu: Stacks of layers"], "fold_layers"),
     "How do I write a carry, and ship it as a plugin?": (
-        ["tab: Tutorials", "menu: A carry of your own", "contents: The carry"],
+        ["tab: Extending", "menu: A carry of your own", "contents: The carry"],
         "AbstractCarry",
     ),
     "What does this error mean?": (["tab: Errors", "contents: CarryError"], "What to do depends on the last column"),

@@ -49,8 +49,8 @@ def test_a_signature_spells_out_the_options(verb: str) -> None:
     assert missing <= {"in_axes", "out_axes", "save", "truncate", *(["offset"] if verb == "fori" else [])}, missing
     assert ("save" not in missing) == (verb in STACKS_OUTPUTS)
     assert "**" not in text
-    if "Axes" in text:
-        assert re.search(r'href="types\.html#axes"', shown)
+    for name in re.findall(r"\bAxes\w*", text):
+        assert f'href="types.html#{name.lower()}"' in shown
     assert re.search(r'href="types\.html#rematlike"', shown)
 
 
@@ -82,7 +82,10 @@ def test_the_parameters_of_mask_scan_are_grouped() -> None:
 
 def test_options_show_their_constructors() -> None:
     page = (SITE / "reference" / "options.html").read_text()
-    for name, fields in {"Remat": "policy levels segment offload budget", "Progress": "label show updates"}.items():
+    for name, fields in {
+        "Remat": "policy levels chunk offload budget",
+        "meters.Progress": "label show updates",
+    }.items():
         signature = re.search(r"doc-signature.*?</div>", page.partition(f'id="treescan.{name}"')[2], re.DOTALL)
         assert signature
         text = re.sub(r"<[^>]+>", "", signature[0])

@@ -207,7 +207,7 @@ def _decays(decay: PyTree, start: PyTree) -> PyTree:
     return kept
 
 
-class _Spread:
+class Spread:
     """The variances, of the body's view and of the carry alike."""
 
     count: Array
@@ -230,7 +230,7 @@ class _Spread:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Statistics(_Spread):
+class Statistics(Spread):
     """What the body sees of `Moments`: also `variance` and `sample_variance`.
 
     Attributes:
@@ -246,7 +246,7 @@ class Statistics(_Spread):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Moments(_Spread, AbstractCarry[Statistics, ArrayLike]):
+class Moments(Spread, AbstractCarry[Statistics, ArrayLike]):
     """The mean and variance of what the body returns, by Welford's recurrence (Technometrics 4, 1962).
 
     Entries of several rows at once, and two `Moments`, are merged by the formula of Chan, Golub and LeVeque (1979):

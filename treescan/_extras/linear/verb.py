@@ -179,7 +179,7 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
     if spans is not None:
         start = at_rows(target, spans, 0) if table is None else table.astype(how.state)
         ends = functools.partial(ends_of, hs, spans, 0, some=are_valid(spans, flags.mask), reverse=how.reverse)
-        last, end = ends(start), ends(at_rows(filled, spans, 0))
+        last, end = ends(start), ends(at_rows(filled.astype(how.state), spans, 0))
     if how.save != "all":
         return last, None if how.save is None else end.astype(b.dtype)
     if valid is not None:
