@@ -4,7 +4,7 @@
 `python scripts/core.py FOLDER --while` also copies `while_scan`, and `--options` what the options need.
 
 A verb's core are the files that are imported at the head of its own, and at the heads of these. What a function imports
-is needed for an option, or makes the loop faster (`treescan.rewriting`).
+is needed for an option. What `_faster` finds when it is asked makes the loop faster (`treescan.rewriting`).
 """
 
 import ast
@@ -74,6 +74,7 @@ def late() -> list[str]:
     head = {module: set(imported_at_the_head(module)) for module in there}
     verbs = [module for module in there if file_of(module).name != "__init__.py"]  # heads of packages list public names
     first = {each for module in verbs for each in set(own_imports(module)) - head[module]}
+    first |= {module for module in modules() if module.startswith("_faster.")}
     return [module for module in core(*first) if module not in there]
 
 

@@ -26,6 +26,7 @@ from core import lines_of
 from draw_front import ASSETS, front_files, ragged
 from draw_guides import axes, bar, curve, held, nan, packing, resets, turns
 from draw_padding import compact, skipped
+from draw_runs import block, devices, parts
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
 
@@ -40,7 +41,7 @@ DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"
 # The house of modules.
 
 FLOORS = (  # from the ground up: what each holds, and its modules and packages
-    ("types and trees", ("_lazy, _text, _avals, _tree, _flax,", "_errors, _types")),
+    ("types and trees", ("_lazy, _text, _avals, _cpu/, _tree,", "_flax, _errors, _types")),
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
     ("traces of steps, calls of bodies", ("_trace/, _body/",)),
@@ -351,35 +352,49 @@ def file_of(transform: str) -> str:
     return str(file.relative_to(PACKAGE))
 
 
+AROUND = (  # what is outside of a stage, from the outermost in
+    (Stage.RECOMPUTED, "around chunks of steps"),
+    (Stage.MASKED, "around what a gradient recomputes"),
+    (Stage.MOVED, "the mask, around all that the body does"),
+)
+
+
 def loop() -> Picture:
-    """The transforms of `mask_scan`, each around the ones before."""
-    head, foot, side, core = 25, 6, 6, 82
-    around = [OUTERMOST, *reversed(transforms_of("mask_scan"))]
-    height = core + len(around) * (head + foot)
+    """The transforms of `mask_scan`, from the outermost to the innermost, in the boxes that they are around."""
+    transforms = list(reversed(transforms_of("mask_scan")))
+    groups = [(f"{OUTERMOST}: jax.lax.scan", "_loop/run.py", list[str]())]
+    outer = max(stage.place for stage in Stage) + 1
+    for stage, says in (*AROUND, (None, "inside the mask")):
+        inner = stage.place if stage else -1
+        groups.append((says, "", [t for t in transforms if inner < stage_of(t).place <= outer]))
+        outer = inner
+    line, head, side, foot, core = 19, 28, 7, 7, 82
+    tall = core + sum(head + foot + line * len(names) for _, _, names in groups)
     picture = Picture(
         "loop",
-        height + 2,
+        tall + 2,
         "The transforms of mask_scan",
-        f"Nested boxes, from the outermost to the innermost: {', '.join(around)}, {INNERMOST}. Beside each is "
-        "its file.",
+        "Nested boxes, from the outermost to the innermost. "
+        + " ".join(f"{says[0].upper()}{says[1:]}: {', '.join(names)}." for says, _, names in groups[1:])
+        + f" Then: {INNERMOST}. Beside each is its file.",
     )
-
-    def box(level: int, kind: str) -> None:
-        inset, top = 1 + level * side, 1 + level * head
-        picture.box(inset, top, WIDTH - 2 * inset, height - level * (head + foot), kind)
-
-    for level, name in enumerate(around):
-        box(level, "soft box" if level % 2 else "box")
-        shown = name if level else f"{OUTERMOST}: jax.lax.scan"
-        picture.text(12 + level * side, 18 + level * head, shown, "" if level else "bold")
-        where = file_of(name) if level else "_loop/run.py"
-        picture.text(WIDTH - 12 - level * side, 18 + level * head, where, "small code", "end")
-    box(len(around), "strong box")
-    top = len(around) * head
-    picture.text(WIDTH / 2, top + 22, INNERMOST, "bold", "middle")
+    y = 1.0
+    for level, (says, where, names) in enumerate(groups):
+        inset = 1 + level * side
+        picture.box(inset, y, WIDTH - 2 * inset, tall + 1 - y - level * foot, "soft box" if level % 2 else "box")
+        picture.text(11 + inset, y + 19, says, "bold")
+        picture.text(WIDTH - 11 - inset, y + 19, where, "small code", "end")
+        y += head
+        for name in names:
+            picture.text(11 + inset, y + 13, name, "small code")
+            picture.text(WIDTH - 11 - inset, y + 13, file_of(name), "small code", "end")
+            y += line
+    inset = 1 + len(groups) * side
+    picture.box(inset, y, WIDTH - 2 * inset, core, "strong box")
+    picture.text(WIDTH / 2, y + 22, INNERMOST, "bold", "middle")
     does = ("custom carries, keywords,", "static leaves, annotations,", "comparison of the carry")
-    for number, line in enumerate(does):
-        picture.text(WIDTH / 2, top + 40 + 16 * number, line, "small", "middle")
+    for number, text in enumerate(does):
+        picture.text(WIDTH / 2, y + 40 + 16 * number, text, "small", "middle")
     return picture
 
 
@@ -494,7 +509,7 @@ def choosing() -> Picture:
 
 PICTURES = (
     *(ragged, steps, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
-    *(resets, packing, axes, nan, held, turns, bar, curve),
+    *(resets, packing, axes, nan, held, turns, bar, curve, block, devices, parts),
 )
 
 

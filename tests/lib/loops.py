@@ -10,7 +10,7 @@ from jaxprs import num_consts
 from oracle import is_inexact
 
 import treescan
-from treescan._faster.cpu.rows import written
+from treescan._cpu.rows import written
 
 # Loops: bodies whose carry depends on x, over pytrees of every kind.
 

@@ -8,10 +8,13 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
 # A module imports from its own group and from those before it, and no two modules import each other.
-BASE = ("_lazy", "_text", "_avals", "_tree", "_flax", "_errors", "_types", "carries", "_loop", "_trace", "_body")
+BASE = (
+    *("_lazy", "_text", "_avals", "_cpu", "_tree", "_flax", "_errors", "_types", "carries"),
+    *("_loop", "_trace", "_body"),
+)
 CORE = ("_transforms", "_outputs", "_remat", "_rows", "_until", "_arguments", "_stacks", "_batches", "_verbs")
 ASKED = ("_faster", "_options", "options")
-"""What the core asks for when a call needs it: nothing of the core imports it at its head."""
+"""What the core asks for when a call needs it: `_faster` by the names at its head, which loads its files then."""
 HEADS = ("__init__", "errors", "lifting", "meters", "state_dict", "types")
 """What lists public names, for type checkers and for who reads one first."""
 EXTRAS = ("_extras", "testing", *HEADS, "__main__", "integrations")

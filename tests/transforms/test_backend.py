@@ -9,7 +9,7 @@ import pytest
 from jaxprs import equations
 
 import treescan
-from treescan._faster.cpu import backend
+from treescan._cpu import backend
 
 STEPS, ROWS = 512, 8
 LENGTHS = jnp.array([512, 300, 0, 1, 64, 65, 511, 100])

@@ -32,13 +32,15 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from .._avals import Array, PyTree, bytes_of, elements, place_like, stacked_type, vary_over, varying_axes
+from .._cpu import backend
+from .._cpu.rows import as_one_matrix, written
 from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Memo, Step
 from .._loop.run import run
 from .._outputs.outputs import QuietSteps
 from .._remat.checkpoint import Checkpointed, SaveDecisions, chooses
-from .._trace.cost import count_operations
+from .._trace.cost import TRANSCENDENTAL, count_operations
 from .._trace.equations import PRODUCTS, alone, has_branches, values_of
 from .._trace.hoist import (
     Hoisted,
@@ -53,8 +55,6 @@ from .._trace.hoist import (
     typed_like,
 )
 from .._trace.transposed import mapped_later, push_plainly
-from .cpu import backend
-from .cpu.rows import as_one_matrix, is_computed_by_each_reader, written
 from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of
 
 # Products of all steps.
@@ -333,9 +333,12 @@ def policy_within(jaxpr: Any) -> Callable[..., Any]:
 
 
 def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
-    """The policy within a chunk: all is saved but what is computed again sooner than it is read."""
+    """The policy within a chunk: all is saved but what is computed again sooner than it is read.
+
+    A transcendental function, for example `tanh`, is saved: XLA's CPU backend computes it in each fusion that reads it.
+    """
     del args, params
-    return prim.name not in ELEMENTWISE or is_computed_by_each_reader(prim.name)
+    return prim.name not in ELEMENTWISE or prim.name in TRANSCENDENTAL
 
 
 def _zeros(length: int, aval: Any) -> Array:
@@ -374,10 +377,10 @@ class InBulk:
         return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, ys)
 
 
-def in_bulk(chunk: Step) -> Step:
+def products_at_once(chunk: Step) -> Step:
     """What runs a chunk, with the products of its steps at once; unchanged if it does not run its steps one by one."""
     if isinstance(chunk, QuietSteps):
-        return dataclasses.replace(chunk, inside=in_bulk)
+        return dataclasses.replace(chunk, inside=products_at_once)
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
 
 
@@ -453,7 +456,7 @@ def _has_rows(product: Any) -> bool:
 
 def at_once(step: Step, looped: bool) -> Step:
     """What is put around a chunk that saves its steps: their products are computed at once."""
-    return Checkpointed(in_bulk(step), looped, save_all_but_cheap) if looped else in_bulk(step)
+    return Checkpointed(products_at_once(step), looped, save_all_but_cheap) if looped else products_at_once(step)
 
 
 def saving_step(hoisted: Hoisted) -> Step:

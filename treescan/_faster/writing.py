@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from .._avals import Array, PyTree
+from .._cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_steps
 from .._loop.chunk import RunChunk, as_step
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step
@@ -18,7 +19,6 @@ from .._loop.run import run
 from .._rows.axes import RowAxes
 from .._rows.compact import put_rows, take_feed, take_rows
 from .._rows.leaves import SCHEDULE
-from .cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_steps
 from .in_bulk import with_early_products, without_early_products
 
 Result = tuple[PyTree, list[Array]]

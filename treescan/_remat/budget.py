@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 
+from .. import _faster
 from .._avals import PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
-from .._faster.in_bulk import bytes_of_products, ready_for_chunks, saving_step
 from .._loop.feed import Feed
 from .._loop.loop import Step
 from .._text import Section, page, table, wrap
@@ -502,10 +502,10 @@ def _in_chunk(loops: Sequence[Hoisted], step: Footprint) -> tuple[Footprint, int
     hoisted, *others = loops
     if others or not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
         return step, step.whole
-    products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    products = _faster.bytes_of_products(_faster.ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if not products:
         return step, step.whole
-    saved = saving_step(hoisted)
+    saved = _faster.saving_step(hoisted)
     in_chunk = dataclasses.replace(step, once=step.once - step.weights)
     return in_chunk, saved_of_step(hoisted, saved).bytes + products - step.d_xs
 

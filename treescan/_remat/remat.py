@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import jax
 
+from .. import _faster
 from .._avals import describe_argument, exact_int
+from .._cpu import backend
 from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
-from .._faster.cpu import backend
-from .._faster.in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
 from .._loop.loop import Loop, Step, is_untraced
 from .._loop.sizes import Wish, chunk_size
 from .._trace.cost import count_operations, count_saved_bytes
@@ -68,7 +68,7 @@ def is_cheap(hoisted: Hoisted) -> bool:
 
 def saves_steps(loop: Loop) -> bool:
     """Whether the gradient of a traced loop had better save each step: no product pays, and nothing to recompute."""
-    return not (products_pay(loop) or is_cheap(loop.hoisted))
+    return not (_faster.products_pay(loop) or is_cheap(loop.hoisted))
 
 
 def _least_chunk(length: int) -> int:
@@ -144,7 +144,7 @@ def fastest(hoisted: Hoisted) -> Remat | Auto | None:
     length = hoisted.loop.length
     if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
         return None
-    pays = products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    pays = _faster.products_pay(_faster.ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if (pays and is_large(hoisted)) or is_cheap(hoisted):
         return Remat(_WHOLE, levels=2, chunk=_least_chunk(length))
     return AUTO if pays else None
@@ -160,8 +160,8 @@ def choose_fastest(loop: Loop) -> Loop:
         return _recompute(loop, remat)
     if remat is None:
         return loop
-    wish = Wish.around(chunk_size(loop.length), at_once)
-    return dataclasses.replace(ready_for_chunks(loop), wishes=(*loop.wishes, wish))
+    wish = Wish.around(chunk_size(loop.length), _faster.at_once)
+    return dataclasses.replace(_faster.ready_for_chunks(loop), wishes=(*loop.wishes, wish))
 
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:
@@ -175,10 +175,10 @@ def _recompute(loop: Loop, remat: Remat) -> Loop:
     """The traced loop, its steps and chunks recomputed as a plan says."""
     masked = loop.rows is not None and not loop.masked.all_valid
     at_once = not (masked or loop.turns) and saves_whole_steps(loop.hoisted, remat)
-    loop = ready_for_chunks(loop) if at_once else loop
+    loop = _faster.ready_for_chunks(loop) if at_once else loop
     loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
     related = any(relates(trace.jaxpr) for trace in loop.hoisted.each)
-    wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None, related=related)
+    wishes = remat_wishes(loop.length, remat, _faster.products_at_once if at_once else None, related=related)
     return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
 
 

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import Array, LeafAxes, PyTree, in_mesh, is_key, is_sharded, mesh_of, vary_over, varying_axes
+from .._cpu import writes
+from .._cpu.rows import gather_rows
 from .._errors import BodyFault, Fault, Misuse, Row, TreescanError
-from .._faster.cpu import writes
-from .._faster.cpu.rows import gather_rows
 from .._loop.feed import Feed, slots_of
 from .._loop.loop import Loop, Step
 from .._trace.equations import equations_within

@@ -29,7 +29,7 @@ from .._avals import (
     unspread,
     varying_axes,
 )
-from .._faster.cpu.rows import in_one_place
+from .._cpu.rows import in_one_place
 from .._loop.feed import Slot
 from .._loop.loop import Loop
 from .._loop.run import debugs_nans

@@ -20,7 +20,7 @@ import numpy as np
 from jax.core import Tracer
 
 from .._avals import Array, LeafAxes, PyTree
-from .._faster.cpu.rows import gather_rows, in_one_place, written
+from .._cpu.rows import gather_rows, in_one_place, written
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step, is_untraced, within
 from .._remat.checkpoint import decides

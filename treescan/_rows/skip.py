@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 import jax
 
+from .. import _faster
 from .._avals import PyTree, is_key, promoted
-from .._faster.cpu import backend
+from .._cpu import backend
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step, is_untraced
 from .._loop.sizes import LARGEST, Around, Wish, chunk_size
@@ -59,10 +60,8 @@ def _policy_of(remat: ChunkRemat, step: Step) -> Callable[..., Any] | None:
     """What is saved of a chunk that has a checkpoint."""
     if remat.recomputes:
         return policy_of_chunk(step, related=remat is ChunkRemat.DECIDES_ONCE)
-    from .._faster.in_bulk import save_all_but_cheap
-
     whole = jax.checkpoint_policies.everything_saveable
-    return whole if remat is ChunkRemat.SAVES_ALL else save_all_but_cheap
+    return whole if remat is ChunkRemat.SAVES_ALL else _faster.save_all_but_cheap
 
 
 @dataclass(frozen=True)
@@ -152,9 +151,7 @@ class Skip(Transform):
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), put=schedule, slots=(SCHEDULE,)))
         if not may_rule:
             return loop
-        from .._faster.in_place import write_in_place
-
-        return write_in_place(loop, tiers, saves=self._is_chosen(loop, tiers))
+        return _faster.write_in_place(loop, tiers, saves=self._is_chosen(loop, tiers))
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
@@ -280,9 +277,7 @@ class _Around:
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         step = rolled(step) if self.recomputes else step
         if self.rules:
-            from .._faster.in_bulk import in_bulk
-
-            step = in_bulk(step)
+            step = _faster.products_at_once(step)
         remat = self.remat if looped else ChunkRemat.NONE
         reads_again = self.recomputed or remat.recomputes
         return RunLive(step, tiers, self.axes, self.idle, remat, looped, reads_again)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .. import _faster
 from .._avals import Array, PyTree, vary_over
 from .._loop.chunk import Level, as_step, run_chunked
 from .._loop.feed import Feed, Slot
@@ -343,9 +344,7 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     else:
         every = run_chunk(whole, outputs, size)
         if is_rewriting():
-            from .._faster.in_bulk import in_bulk
-
-            every = in_bulk(every)
+            every = _faster.products_at_once(every)
     if not branches:
         none = jnp.zeros(loop.length // size, jnp.int32)
         return Ways((_Fed(every),), none, group(valid, size), None)

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
+from ... import _faster
 from ..._avals import LeafAxes, bytes_of
 from ..._errors import TreescanError
-from ..._faster.in_place import InPlace
 from ..._loop.chunk import recomputes
 from ..._loop.loop import Body, Loop
 from ..._options.progress.show import ShowProgress
@@ -354,7 +354,7 @@ def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
         # Each step may be evaluated a last time, from the carry before it.
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
         return sizes, budget.Cut(sizes, again)
-    saves = isinstance(loop.runner, InPlace) and loop.runner.saves and saves_steps(loop)
+    saves = isinstance(loop.runner, _faster.InPlace) and loop.runner.saves and saves_steps(loop)
     loop, levels = plan(in_rounds(ready(loop))[0])
     parts = [level for level in levels if level.size < loop.length]
     again = _recomputes_steps(loop.step)

@@ -21,18 +21,22 @@ from .step import Given, How, but, like_step, linear_step, step
 
 
 def run(how: How, x: Given) -> tuple[Array, Array]:
-    """The last state, and all states in the dtype that is kept, without the rule."""
+    """The last state, and all states in the dtype that is kept, filled, without the rule."""
     if how.method != "sequential":
-        hs = solve(how, driven(how, x))
-        return hs[0 if how.reverse else -1], hs.astype(how.out)
+        hs = solve(how, driven(how, x._replace(fill=None)))
+        return hs[0 if how.reverse else -1], _filled(x, hs.astype(how.out), x.fill)
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
         own = x._replace(valid=None) if how.remat is None else x  # with the rule, padding may be multiplied
         h = but(x.valid, step(how, h, own), h)
-        return h, h.astype(how.out)
+        return h, _filled(x, h.astype(how.out), x.fill)
 
     remat = None if how.remat is None else Remat(chunk=how.remat)
     return over_steps(how, body, x.start[0], x._replace(start=None), remat=remat)
+
+
+def _filled(x: Given, hs: Array, fill: Any) -> Array:
+    return hs if x.fill is None else but(x.valid, hs, fill)
 
 
 recurrence = jax.custom_jvp(run, nondiff_argnums=(0,))
@@ -42,10 +46,11 @@ recurrence = jax.custom_jvp(run, nondiff_argnums=(0,))
 @functools.partial(recurrence.defjvp, symbolic_zeros=True)
 def _rule(how: How, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Any, Any]:
     (x,), (dx,) = primals, tangents
-    last, hs = recurrence(how, x)
+    last, hs = recurrence(how, x._replace(fill=None))  # of padding too, as the step after a gap reads it
     moving = {name: dx[i] for i, name in enumerate(("a", "b", "start", "target")) if _moves(dx[i])}
     derivative = _in_sequence if how.method == "sequential" else _by_solution
-    return (last, hs), derivative(how, x, hs, moving)
+    d_last, d_hs = derivative(how, x._replace(fill=None), hs, moving)
+    return (last, _filled(x, hs, x.fill)), (d_last, _filled(x, d_hs, 0))
 
 
 def _moves(tangent: Any) -> bool:

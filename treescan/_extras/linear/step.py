@@ -55,6 +55,7 @@ class Given(NamedTuple):
         target: what segments begin from; None: 0.
         valid: bool[T, *batch]: whether a step is data; None: all are.
         linked: bool[T, *batch]: whether a step reads the state before it, and not the target; None: all do.
+        fill: what is kept of a step that is not valid, in the dtype that is kept; None: its state.
     """
 
     a: Any
@@ -63,6 +64,7 @@ class Given(NamedTuple):
     target: Any = None
     valid: Any = None
     linked: Any = None
+    fill: Any = None
 
 
 def but(flags: Array | None, kept: Array, other: Any) -> Array:

@@ -160,7 +160,7 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
     valid, linked = _steps(how, flags, count)
     h0 = like_step(h0, b, how.state, a, flags.to, valid, linked)
     target = h0 if flags.to is None else like_step(flags.to, b, how.state, h0)
-    filled = like_step(fill, b, b.dtype, h0)
+    filled, in_loop = like_step(fill, b, b.dtype, h0), False
     if not count:
         last, hs, valid = h0, b, None
     else:
@@ -171,6 +171,8 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
         if how.axis_name is not None:
             x = x._replace(start=between_devices(how, how.axis_name, x))
         own = how if spans is None else how._replace(out=how.state)
+        in_loop = valid is not None and spans is None and how.save == "all" and not how.hold
+        x = x._replace(fill=filled[None] if in_loop else None)
         last, hs = (recurrence if how.remat is None else run)(own, x)
     if how.axis_name is not None:
         is_last = jax.lax.axis_index(how.axis_name) == (0 if how.reverse else jax.lax.axis_size(how.axis_name) - 1)
@@ -182,7 +184,7 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
         last, end = ends(start), ends(at_rows(filled.astype(how.state), spans, 0))
     if how.save != "all":
         return last, None if how.save is None else end.astype(b.dtype)
-    if valid is not None:
+    if valid is not None and not in_loop:
         known = jax.lax.cummax(valid.astype(jnp.int8), reverse=how.reverse) > 0 if how.hold else valid
         hs = but(known, hs.astype(b.dtype), filled)
     return last, jnp.moveaxis(hs.astype(b.dtype), 0, how.time_axis)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import Array, PyTree, place_like
+from .._avals import Array, PyTree, place_like
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import Array, ArrayLike, is_sharded
+from .._avals import Array, ArrayLike, is_sharded
 from . import backend
 
 
@@ -64,11 +64,14 @@ def gather_rows(
     """
     collapsed = (0, axis + 1) if of_first_step else (axis,)
     others = tuple([i for i in range(leaf.ndim - of_first_step) if i != axis])
+    sizes = list(leaf.shape)
+    for each in collapsed:
+        sizes[each] = 1
     return jax.lax.gather(
         leaf,
         rows,
         jax.lax.GatherDimensionNumbers(others, collapsed, collapsed[-1:]),
-        tuple([1 if i in collapsed else size for i, size in enumerate(leaf.shape)]),
+        tuple(sizes),
         unique_indices=distinct,
         mode="clip",
     )
@@ -84,14 +87,3 @@ def as_one_matrix(stacked: Array, leading: int) -> Array:
     if not in_one_place(stacked):
         return stacked
     return stacked.reshape(math.prod(stacked.shape[:leading]), *stacked.shape[leading:])
-
-
-def is_computed_by_each_reader(name: str) -> bool:
-    """Whether a primitive takes long, and XLA's CPU backend would compute it again in each fusion that reads it.
-
-    A chunk of steps needs the results of such functions saved, `tanh` for example. Cheap steps must not be hurt: what
-    is computed again sooner than it is read is not saved.
-    """
-    from ..._trace.cost import TRANSCENDENTAL
-
-    return name in TRANSCENDENTAL
