@@ -60,6 +60,7 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("eager_call", "key=", "fold_in by hand", "key= / fold_in by hand"),
         ("eager_call", "in_axes=1", "moveaxis by hand", "in_axes=1 / moveaxis by hand"),
         ("eager_call", "mask_scan, peer eager", "where by hand", "mask_scan / a where, also outside of jit"),
+        ("eager_call", "1 leaf", "jax.lax.scan", "a `scan` outside of `jit`"),
         ("eager_call", "mask_scan, peer jitted", "where by hand in one jit", "mask_scan / a where inside one jit"),
     ),
     "compiled": (
@@ -102,6 +103,7 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("layers", "run, gradient", "equinox", "gradient / equinox"),
         ("layers", "run, remat, gradient", "jax.checkpoint by hand", "gradient with remat / jax.checkpoint by hand"),
         ("layers", "run, forward", "unrolled loop", "forward / unrolled loop"),
+        ("families", "stack machine, one row, full, gradient", "where by hand", "the gradient of a tiny step, one row"),
         ("layers", "run, gradient", "unrolled loop", "gradient / unrolled loop"),
     ),
     "modules": (

@@ -16,10 +16,15 @@ torch. Everything is computed and stored in float64. A name in the file is a pat
     <case>/grads/...          of the loss with respect to params, xs and init
 """
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+
 import torch
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 

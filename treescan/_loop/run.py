@@ -1,4 +1,4 @@
-"""`run` runs a loop by `jax.lax.scan`. No other file does."""
+"""`run` runs a loop by `jax.lax.scan`, which `replaced.py` calls."""
 
 from __future__ import annotations
 

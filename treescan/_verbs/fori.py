@@ -73,7 +73,7 @@ def fori(
             `treescan.while_scan`: it runs only as many steps as there are indices, in the gradient too. A longer range
             is an error if it is known. If it is traced, it is cut to its first `max_length` indices.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `progress`,
-            `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as
+            `check_finite`, `options`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as
             for `treescan.while_scan`.
 
     Returns:

@@ -254,7 +254,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `key`, `offset`, `remat`, `truncate`, `progress`,
-            `check_finite`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of
+            `check_finite`, `options`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of
             `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding has no effect.
 
     Returns:
@@ -323,7 +323,7 @@ def accumulate(
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`,
-            `progress`, `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the
+            `progress`, `check_finite`, `options`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the
             padding of `xs` `[T, *batch, ...]` has no effect, and the carries of padded steps are 0.
 
     Returns:

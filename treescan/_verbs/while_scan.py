@@ -188,8 +188,8 @@ def while_scan(
         progress: as for `treescan.scan`. It shows the steps that were taken, because their number is not known before.
         check_finite: as for `treescan.scan`. Rows that have stopped are not checked.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
-            chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `offset`, as for `treescan.scan`.
-            `key` and `compact` cannot be combined.
+            chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `offset`, `options`, as for
+            `treescan.scan`. `key` and `compact` cannot be combined.
 
     Returns:
         The carry after the last step that was taken, ys `[max_length, ...]`, the number of steps that were taken, and
