@@ -72,9 +72,9 @@ def fori(
         max_length: the most steps that the loop may take; needed if a bound is traced. The loop is then a
             `treescan.while_scan`: it runs only as many steps as there are indices, in the gradient too. A longer range
             is an error if it is known. If it is traced, it is cut to its first `max_length` indices.
-        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `progress`,
-            `check_finite`, `options`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as
-            for `treescan.while_scan`.
+        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `progress`, `check_finite`,
+            `options`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as for
+            `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.

@@ -174,8 +174,8 @@ def mask_scan(
             rows (at most seven, spaced evenly in ratio from 1 to B), or B/16, B/2 and B if a step has more than 100
             equations; a tuple sets other tiers. The body is traced and compiled once per tier. Steps at the end that
             fill no chunk run on all rows, if they run on any. Results return in the order of the rows.
-        **options: `reverse`, `unroll`, `key`, `offset`, `remat`, `save`, `truncate`,
-            `progress`, `check_finite`, `options`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in
+        **options: `reverse`, `unroll`, `key`, `offset`, `remat`, `save`, `truncate`, `progress`,
+            `check_finite`, `options`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in
             which any row is valid. In reverse, each row runs from its own last valid step to its first, and ys stay
             where their xs are. `key` cannot be combined with `compact`. The gradient saves the steps, or follows
             `remat="auto"` of `treescan.scan` where that is faster. With `chunk`, `compact` or `remat` it saves the

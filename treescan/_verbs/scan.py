@@ -254,8 +254,8 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `key`, `offset`, `remat`, `truncate`, `progress`,
-            `check_finite`, `options`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of
-            `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding has no effect.
+            `check_finite`, `options`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`:
+            row b of `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding has no effect.
 
     Returns:
         The last step's carry.
@@ -323,8 +323,9 @@ def accumulate(
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`,
-            `progress`, `check_finite`, `options`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the
-            padding of `xs` `[T, *batch, ...]` has no effect, and the carries of padded steps are 0.
+            `progress`, `check_finite`, `options`, as for `treescan.scan`. `lengths`, int[*batch], as for
+            `treescan.mask_scan`: the padding of `xs` `[T, *batch, ...]` has no effect, and the carries of padded steps
+            are 0.
 
     Returns:
         The carries, `[T, ...]`. In reverse, the carry after the step at position t is at t.
