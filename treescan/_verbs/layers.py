@@ -156,8 +156,9 @@ def scan_layers(
             for `treescan.scan`: for a stage of a pipeline), `length` (the number of layers, if `layers` is None),
             `in_axes` (of xs), `out_axes`, `check_finite`, `options`, as for `treescan.scan`; `save` (of ys; in a
             pattern, a sequence with one item per block, which counts its own layers); `progress` (as for
-            `treescan.scan`, of layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer from its input, with
-            "nested" chunks of about sqrt(n) layers and each layer within them, and a `treescan.Remat` has more options.
+            `treescan.scan`, of layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer
+            from its input, with "nested" chunks of about sqrt(n) layers and each layer within them, and a
+            `treescan.Remat` has more options.
             In a pattern, a sequence has "step", a `Remat(policy)` or None for each block.
 
     Returns:
