@@ -60,7 +60,6 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("eager_call", "key=", "fold_in by hand", "key= / fold_in by hand"),
         ("eager_call", "in_axes=1", "moveaxis by hand", "in_axes=1 / moveaxis by hand"),
         ("eager_call", "mask_scan, peer eager", "where by hand", "mask_scan / a where, also outside of jit"),
-        ("eager_call", "1 leaf", "jax.lax.scan", "a `scan` outside of `jit`"),
         ("eager_call", "mask_scan, peer jitted", "where by hand in one jit", "mask_scan / a where inside one jit"),
     ),
     "compiled": (
@@ -103,7 +102,6 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("layers", "run, gradient", "equinox", "gradient / equinox"),
         ("layers", "run, remat, gradient", "jax.checkpoint by hand", "gradient with remat / jax.checkpoint by hand"),
         ("layers", "run, forward", "unrolled loop", "forward / unrolled loop"),
-        ("families", "stack machine, one row, full, gradient", "where by hand", "the gradient of a tiny step, one row"),
         ("layers", "run, gradient", "unrolled loop", "gradient / unrolled loop"),
     ),
     "modules": (
@@ -221,9 +219,11 @@ SLOWER: Sequence[Chosen] = (
     ("trace_time", "mask_scan, 100 operations, 100 leaves", "where by hand", "tracing a `mask_scan` of 100 leaves"),
     ("trace_time", "1 operation, 1 leaf", "jax.lax.scan", "tracing a `scan` of one operation"),
     ("trace_time", "100 operations, 100 leaves", "jax.lax.scan", "tracing a `scan` of 100 operations"),
+    ("eager_call", "1 leaf", "jax.lax.scan", "a `scan` outside of `jit`"),
     ("eager_call", "mask_scan, peer jitted", "where by hand in one jit", "a `mask_scan` outside of `jit`"),
     ("bodies", "HMM, full, gradient", "where by hand", "the gradient of a masked hidden Markov model"),
     ("bodies", "mapped rows, full, gradient", "where by hand", "the gradient of masked, mapped rows"),
+    ("families", "stack machine, one row, full, gradient", "where by hand", "the gradient of a tiny step, one row"),
     ("layers", "run, gradient", "unrolled loop", "the gradient of eight layers"),
     ("layers", "compile 4 layers, gradient", "unrolled loop", "compiling the gradient of four layers"),
     ("masked", "B=64, pareto, default, forward", "torch, packed", "a larger LSTM, 90 % padding, no `compact`"),
