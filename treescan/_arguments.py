@@ -47,19 +47,24 @@ from ._types import Axes, MaskOptions, UnkeyedOptions
 OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
 
 
-def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: Mapping[str, str]) -> None:
+def check_options(
+    options: Mapping[str, Any], allowed: frozenset[str], refused: Mapping[str, str], *, beside: tuple[str, ...] = ()
+) -> None:
     """Refuses options that a verb does not have, with the nearest one that it has.
 
     Args:
         options: what the user passed.
         allowed: the names that the verb takes.
         refused: options of other verbs that this one cannot honour, each with the reason.
+        beside: what the verb takes beside them, which may be meant too.
     """
     for name in (name for name in options if name not in allowed):
         if name in refused:
             raise Misuse(f"{{call}} takes no `{name}`: {refused[name]}")
-        cure = advice(name, allowed)
-        if name in OF_MASK_SCAN:
+        cure = advice(name, allowed.union(beside))
+        if name == "time_axis" and "in_axes" in allowed:
+            cure = "`in_axes` is the axis of the steps in xs."
+        elif name in OF_MASK_SCAN:
             cure = "`treescan.mask_scan` takes it, for rows of unequal length."
         raise TypeMisuse(f"{{call}} has no option `{name}`.", cure)
 

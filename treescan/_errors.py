@@ -400,7 +400,7 @@ def _unfit(
     missing = [p.name for p in first[given:] if p.default is p.empty and p.name not in kwargs]
     missing += [option for option in needed if option not in kwargs]
     says = f"needs {', '.join(f'`{each}`' for each in missing)}" if missing else str(error).partition("() ")[2]
-    call = [*(p.name for p in first), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
+    call = [*(p.name for p in first if p.name[0] != "_"), *(f"*{p.name}" for p in known if p.kind is p.VAR_POSITIONAL)]
     call += [f"{option}=..." for option in needed]
     others = sorted(kwargs.keys() - {p.name for p in known})
     meant = [f"It has no option `{each}`. {cure}" for each in others if "Did" in (cure := advice(each, missing))]

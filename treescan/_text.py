@@ -81,6 +81,11 @@ _ALSO_CALLED = {
     "lengths": ("seq_lens", "sequence_lengths", "num_valid"),
     "mask": ("masks", "padding_mask", "valid"),
     "time_axis": ("batch_first", "time_major"),
+    "in_axes": ("axis", "axes", "batch_first", "time_major"),
+    "resets": ("done", "dones", "reset", "is_first", "starts"),
+    "f": ("body", "body_fun", "step", "fn", "func"),
+    "init": ("carry", "h0", "init_val", "init_carry", "initial_state", "initial_carry"),
+    "state": ("states", "cache", "caches", "kv_cache"),
     "remat": ("checkpoint", "checkpoints", "rematerialize", "policy"),
     "key": ("rng", "rngs", "seed", "prng_key"),
     "progress": ("tqdm", "bar", "verbose"),
@@ -110,7 +115,7 @@ def advice(name: str, options: Iterable[str]) -> str:
         return FORMER[name]
     known = list(options)
     near = [option for option in known if name in _ALSO_CALLED.get(option, ())]
-    near = near or difflib.get_close_matches(name, known, 1)
+    near = near or difflib.get_close_matches(name, known, 1, 0.62)
     if not near and "*args" in known:
         return (
             f"What goes on to another function is passed by position. Or bind it, `functools.partial(..., {name}=...)`."

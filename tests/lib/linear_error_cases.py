@@ -15,6 +15,7 @@ case()(
     linear_fewer_axes=lambda one: linear_scan(jnp.ones(4), SQUARE * one),
     linear_more_axes=lambda one: linear_scan(A[..., None], ROWS * one),
     linear_integers=lambda one: linear_scan({"h": A * one}, {"h": jnp.ones((3, 2, 4), jnp.int32)}),
+    linear_of_a_body=lambda one: linear_scan(lambda h, x: (h + x, h), one * jnp.zeros(4), jnp.ones((3, 4))),
     linear_complex=lambda one: linear_scan(A + 1j, ROWS * one),
     linear_steps=lambda one: linear_scan(jnp.ones((4, 2, 4)), treescan.Padded(ROWS * one, LENGTHS)),
     linear_square=lambda one: linear_scan(jnp.ones((3, 2, 4, 3)), ROWS * one, matrix=True),

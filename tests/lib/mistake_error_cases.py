@@ -136,6 +136,12 @@ case()(
     xs_is_a_length_of_while_scan=lambda one: while_scan(lambda carry: carry < 3, step, one, 10),
     xs_is_the_carry=lambda one: fold(add, XS, one),
     init_and_xs_exchanged=lambda one: fold(lambda h, x: {"a": h["a"] + x}, XS, {"a": one * jnp.ones(5)}),
+    carry_of_another_dtype_than_xs=lambda one: scan(
+        lambda h, x: (jnp.tanh(h.astype(x.dtype) + x), h), jnp.zeros((2, 3), jnp.bfloat16), one * jnp.ones((5, 2, 3))
+    ),
+    layers_with_a_cache=lambda one: fold_layers(block, one * jnp.ones(4), treescan.stack(layers_of(one)), cache=one),
+    axis_of_time_of_scan=lambda one: scan(step, one, XS, time_axis=1),
+    done_flags=lambda one: treescan.mask_scan(step, one * jnp.ones(2), ROWS, done=True),
     x_and_layers_exchanged=lambda one: fold_layers(block, treescan.stack(layers_of(one)), jnp.ones(4)),
     carry_that_is_layers=lambda one: fold_layers(lambda w, x: x @ w, one * jnp.ones((3, 4, 4)), jnp.ones((2, 4))),
     xs_of_texts=lambda one: scan(step, one, {"x": XS, "words": np.array(["a", "b", "c"])}),

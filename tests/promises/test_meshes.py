@@ -369,3 +369,24 @@ def test_a_body_may_spread_what_it_computes(run: Any, body: Any) -> None:
     with jax.set_mesh(mesh):
         w, h, xs = (jax.device_put(leaf, NamedSharding(mesh, P())) for leaf in (w, h, xs))
         chex.assert_trees_all_close(gradients(run), gradients(jax.lax.scan), rtol=1e-4, atol=1e-6)
+
+
+def _totals(x: jax.Array, **options: Any) -> jax.Array:
+    return treescan.scan(lambda h, x: (h + x, None), jnp.zeros((16, 3)), x, **options)[0]
+
+
+@pytest.mark.parametrize("is_jitted", [True, False])
+@pytest.mark.parametrize("options", [{}, {"unroll": 2}, {"remat": "step"}, {"save": "last"}], ids=str)
+def test_an_init_that_names_no_mesh_takes_the_sharding_that_the_step_returns(options: Any, is_jitted: bool) -> None:
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    xs = jax.device_put(jnp.arange(240.0).reshape(5, 16, 3), NamedSharding(mesh, P(None, "d")))
+
+    def by_hand(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda h, x: (h + x, None), jnp.zeros((16, 3)), x)[0]
+
+    mine, its = functools.partial(_totals, **options), by_hand
+    mine, its = (jax.jit(mine), jax.jit(its)) if is_jitted else (mine, its)
+    assert jax.typeof(mine(xs)) == jax.typeof(its(xs))
+    chex.assert_trees_all_equal(jax.device_get(mine(xs)), jax.device_get(its(xs)))
+    with jax.set_mesh(mesh), pytest.raises(treescan.errors.CarryError, match="a carry keeps its sharding"):
+        jax.jit(lambda x: treescan.fold(lambda h, x: h + x, jnp.zeros((16, 3)), x))(xs)

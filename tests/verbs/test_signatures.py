@@ -19,6 +19,7 @@ import pytest
 from beartype import beartype
 from jaxtyping import Array, Float, Int, Key, PyTree, jaxtyped
 
+import treescan
 from treescan import accumulate, fold, fori, mask_scan, scan
 from treescan.errors import SignatureError
 
@@ -358,3 +359,17 @@ def test_annotations_cost_no_operation() -> None:
 
     typed, bare = (jax.make_jaxpr(lambda f=f: scan(f, A, steps(A)))() for f in (body, plain))
     assert str(typed) == str(bare)
+
+
+@pytest.mark.parametrize("show", [None, lambda carry, y: {"y": y}])
+def test_no_other_order_is_advised_where_the_order_is_right(show):
+    """The exchanged call would run, but init has fewer axes than xs; or it is not the body that fails."""
+
+    def fails(h, x):
+        return (h * 0.9 + x, None) if show is None else (h, None)
+
+    meter = None if show is None else treescan.meters.Progress(show=show, meter=treescan.meters.Text())
+    init = jnp.zeros(4) if show is None else jnp.zeros((3, 3))
+    with pytest.raises(TypeError) as caught:
+        treescan.scan(fails, init, jnp.ones((5, 3)), progress=meter)
+    assert "The order is" not in str(caught.value)

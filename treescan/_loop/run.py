@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, promoted, set_mesh
+from .._avals import PyTree, Tracer, as_arrays, in_mesh, is_sharded, mesh_of, names_no_mesh, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
 from .feed import Feed
 from .loop import Body, Loop, Step, is_jit_disabled
@@ -70,7 +70,22 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
     Consts travel in lax.scan's carry. A carry leaf that a step hands on unchanged is turned into a constant of the
     loop by lax.scan itself, so that this costs nothing, and a step needs no closure.
     """
-    packed, mesh = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:])), _mesh_to_name(loop)
+    mesh = _mesh_to_name(loop)
+    try:
+        return _run_in(loop, mesh)
+    except Fault as fault:
+        if mesh is None or not any(map(names_no_mesh, jax.tree.leaves(loop.state))):
+            raise
+        try:  # as lax.scan would: an init that names no mesh takes the sharding of what the step returns
+            return _run_in(loop, None)
+        except Fault:
+            raise
+        except Exception:
+            raise fault from None
+
+
+def _run_in(loop: Loop, mesh: Any) -> tuple[PyTree, PyTree]:
+    packed = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:]))
     function = (loop.callee.memo or loop.body.memo)(
         (_Lowered, loop.step, packed, mesh),
         lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names), mesh),
@@ -116,7 +131,12 @@ def in_one_mesh(loop: Loop) -> Loop:
     if it names no mesh.
     """
     mesh = _mesh_to_name(loop)
-    return loop if mesh is None else dataclasses.replace(loop, state=in_mesh(as_arrays(loop.state), mesh))
+    if mesh is None:
+        return loop
+    leaves, structure = jax.tree.flatten(as_arrays(loop.state))
+    traced = jax.sharding.get_abstract_mesh().empty  # JAX reshards an array outside of a trace only if a mesh is set
+    named = [leaf if traced and not isinstance(leaf, Tracer) else in_mesh(leaf, mesh) for leaf in leaves]
+    return dataclasses.replace(loop, state=jax.tree.unflatten(structure, named))
 
 
 def _mesh_to_name(loop: Loop) -> Any:

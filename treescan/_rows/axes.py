@@ -228,8 +228,8 @@ def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int
 
 _ROWS = (
     "The method `rows` of a custom carry says where its rows are. Start the carry from arrays that have the batch "
-    'shape there. If all rows share it, give None in `row_axes["carry"]`, or create it with `shared=True` if it has '
-    "that option."
+    'shape there. If all rows share it, give None in `row_axes["carry"]`, and let `write` leave out the rows that '
+    "are not valid; or create it with `shared=True` if it has that option."
 )
 
 

@@ -186,7 +186,7 @@ def scan_layers(
         [1. 1. 1. 1.]
     """
     try:
-        check_options(options, _ACCEPTED, _SCAN_REFUSES)
+        check_options(options, _ACCEPTED, _SCAN_REFUSES, beside=("xs", "state", "args"))
         return prepare_layers(SCAN_LAYERS, block, x, layers, xs, args, state=state, **options).run()
     except Exception as error:
         explained = explain(error, "scan_layers", block, x, LAYER_WORDS)
@@ -306,7 +306,7 @@ def fold_layers(
         [2. 2. 2.]
     """
     try:
-        check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
+        check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES, beside=("xs", "state", "args"))
         parts = prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, state=state, **options).run()
         return parts[0] if len(parts) == 1 else parts
     except Exception as error:

@@ -161,11 +161,13 @@ class Prepared:
 
 
 def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
-    """Refuses a call whose body fails, or changes the type of its carry, and runs if init and xs are exchanged."""
+    """Refuses a call whose body fails, or changes the type of its carry, and runs if init and xs are exchanged.
+
+    Not where init has fewer axes than xs, as it should, nor where something else than the body fails: an option.
+    """
     fails = isinstance(error, _OF_OTHER_VALUES) and not isinstance(error, TreescanError)
-    differs = (
-        isinstance(error, Fault) and error.error is CarryError and {row.note for row in error.rows} != {"sharding"}
-    )
+    notes = {row.note for row in error.rows} if isinstance(error, Fault) and error.error is CarryError else set()
+    differs = bool(notes - {"sharding", "dtype"})
     if not (fails or differs) or call.others or given.rows is not None:
         return
     spread, xs = call.convention.spread, given.xs
@@ -175,10 +177,13 @@ def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
     steps = {shape[0] for shape in shapes if shape}
     if not jax.tree.leaves(xs) or len(steps) != 1 or not all(shapes):
         return
+    axes = [max(len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(tree)) for tree in (given.init, xs)]
+    if axes[0] < axes[1] and jax.tree.structure(given.init) == jax.tree.structure(xs):
+        return
+    if fails and not _fails(call, given):
+        return
     exchanged = given._replace(init=xs, xs=(given.init,) if spread else given.init)
-    try:
-        jax.eval_shape(Program(dataclasses.replace(call, length=steps.pop()), ()), exchanged)
-    except Exception:
+    if _fails(dataclasses.replace(call, length=steps.pop()), exchanged):
         return
     cure = f"The order is `treescan.{call.convention.call}`. With `{{init}}` and `{'layers' if spread else 'xs'}` "
     cure += "exchanged, the {step} runs."
@@ -186,6 +191,15 @@ def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
         error.cures = (*error.cures, Cure(cure))
         return
     raise Misuse(f"{{call}}: the {{step}} failed: {type(error).__name__}: {error}", cure, cause=error) from None
+
+
+def _fails(call: Call, given: Arguments) -> bool:
+    """Whether the loop cannot be traced without any option."""
+    try:
+        jax.eval_shape(Program(call, ()), given)
+    except Exception:
+        return True
+    return False
 
 
 _OF_OTHER_VALUES = (TypeError, ValueError, AttributeError, LookupError)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._arguments import infer_length
-from ..._avals import Array, PyTree, as_arrays, describe_argument, describe_leaf, is_weak, shape_of
+from ..._avals import Array, PyTree, as_arrays, describe_argument, describe_leaf, dtype_of, is_weak, shape_of
 from ..._errors import Misuse, Row, TypeMisuse
 from ..._options.reset_to import check_targets
 from ..._rows.axes import RowFlags
@@ -37,10 +37,12 @@ def leaves_of(given: Both, init: PyTree, time_axis: int, *, matrix: bool) -> lis
     rows = [
         Row(path, "a float or complex dtype", describe_argument(leaf))
         for path, leaf in (*named_a, *named_b)
-        if not (jnp.issubdtype(jnp.result_type(leaf), jnp.inexact) or (is_weak(leaf) and path.startswith("a")))
+        if not (_is_inexact(leaf) or (is_weak(leaf) and path.startswith("a")))
     ]
     if rows:
         cure = "Cast them, for example `b.astype(jnp.float32)`."
+        if any(callable(leaf) for _, leaf in named_a):
+            cure = "It takes arrays and no body: `linear_scan(a, b, init)`."
         raise TypeMisuse("{call}: a and b must be real or complex.", cure, rows=rows)
     infer_length(given.b, None, (time_axis,) * len(named_b))
     named = jax.tree.unflatten(jax.tree.structure(given.a), itertools.starmap(_Named, named_a))
@@ -51,6 +53,11 @@ def leaves_of(given: Both, init: PyTree, time_axis: int, *, matrix: bool) -> lis
         inits = spread_prefix("`init`", init, given.b, "b", cure.format("init"))
     each = zip(factors, itertools.starmap(_Named, named_b), inits, strict=True)
     return [_checked(factor, added, own, time_axis, matrix) for factor, added, own in each]
+
+
+def _is_inexact(leaf: Any) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 @dataclass(frozen=True)
