@@ -63,7 +63,7 @@ def gather_rows(
         of_first_step: the leaf is `[T, ...]`, and the rows are those of the entry 0, where they are at `axis`.
     """
     collapsed = (0, axis + 1) if of_first_step else (axis,)
-    others = tuple([i for i in range(leaf.ndim - of_first_step) if i != axis])
+    others = (*range(axis), *range(axis + 1, leaf.ndim - of_first_step))
     sizes = list(leaf.shape)
     for each in collapsed:
         sizes[each] = 1
