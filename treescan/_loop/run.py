@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
-from .._avals import PyTree, Tracer, as_arrays, in_mesh, is_sharded, mesh_of, names_no_mesh, promoted, set_mesh
+from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, names_no_mesh, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
 from .feed import Feed
 from .loop import Body, Loop, Step, is_jit_disabled

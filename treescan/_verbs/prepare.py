@@ -19,7 +19,7 @@ from .._arguments import (
     refuse_unsliced,
     resolve_axes,
 )
-from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
+from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, shape_of
 from .._body.call import carry_name, check_callable, takes_keyword
 from .._body.registered import refuse_unregistered
 from .._body.signature import Convention
@@ -178,7 +178,8 @@ def _refuse_exchanged(call: Call, given: Arguments, error: Exception) -> None:
     if not jax.tree.leaves(xs) or len(steps) != 1 or not all(shapes):
         return
     axes = [max(len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(tree)) for tree in (given.init, xs)]
-    if axes[0] < axes[1] and jax.tree.structure(given.init) == jax.tree.structure(xs):
+    structures: list[TreeDef] = [jax.tree.structure(tree) for tree in (given.init, xs)]
+    if axes[0] < axes[1] and structures[0] == structures[1]:
         return
     if fails and not _fails(call, given):
         return
