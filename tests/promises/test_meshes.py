@@ -378,6 +378,8 @@ def _totals(x: jax.Array, **options: Any) -> jax.Array:
 @pytest.mark.parametrize("is_jitted", [True, False])
 @pytest.mark.parametrize("options", [{}, {"unroll": 2}, {"remat": "step"}, {"save": "last"}], ids=str)
 def test_an_init_that_names_no_mesh_takes_the_sharding_that_the_step_returns(options: Any, is_jitted: bool) -> None:
+    if jax.__version_info__ < (0, 9) and {"remat", "save"} & options.keys():
+        pytest.skip("JAX 0.8 refuses such an init once more, in its own words; it makes no Explicit mesh by default")
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
     xs = jax.device_put(jnp.arange(240.0).reshape(5, 16, 3), NamedSharding(mesh, P(None, "d")))
 
