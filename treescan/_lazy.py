@@ -2,8 +2,8 @@
 
 A module imports at its head what every call needs that enters it. What only some calls need has two places. Public
 names are found when they are first read: the heads of `treescan` and of its public modules list them, once for type
-checkers and once for `on_first_use`. And a function imports in its own first lines what only its option needs; `None`
-or False, which is what most calls say, is answered before.
+checkers and once for `on_first_use`; so does the head of `_faster`, for the core. And a function imports in its own
+first lines what only its option needs; `None` or False, which is what most calls say, is answered before.
 
 No module makes arrays when it is loaded, so it may be loaded while JAX traces.
 """

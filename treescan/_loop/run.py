@@ -135,8 +135,8 @@ def in_one_mesh(loop: Loop) -> Loop:
     if mesh is None:
         return loop
     leaves, structure = jax.tree.flatten(as_arrays(loop.state))
-    traced = jax.sharding.get_abstract_mesh().empty  # JAX reshards an array outside of a trace only if a mesh is set
-    named = [leaf if traced and not isinstance(leaf, Tracer) else in_mesh(leaf, mesh) for leaf in leaves]
+    is_set = not jax.sharding.get_abstract_mesh().empty  # else JAX reshards nothing outside of a trace
+    named = [in_mesh(leaf, mesh) if is_set or isinstance(leaf, Tracer) else leaf for leaf in leaves]
     return dataclasses.replace(loop, state=jax.tree.unflatten(structure, named))
 
 
