@@ -42,7 +42,7 @@ SHOWN = (
     "_rows/fill.py:KeepRows.__call__",
     "_rows/skip.py:Skip.__call__",
     "_transforms/nest.py:run_nested",
-    "_transforms/nest.py:plan",
+    "_transforms/plan.py:plan",
     "_loop/chunk.py:run_chunked",
     "_loop/run.py:run",
     "_faster/in_place.py:InPlace.__call__",

@@ -371,6 +371,27 @@ def test_a_body_may_spread_what_it_computes(run: Any, body: Any) -> None:
         chex.assert_trees_all_close(gradients(run), gradients(jax.lax.scan), rtol=1e-4, atol=1e-6)
 
 
+def test_a_product_that_gathers_rows_is_left_in_its_step():
+    """`out_sharding` is the sharding of one step's result: the product of many steps would be left spread."""
+
+    def body(p: Any, h: Any, x: Any) -> Any:
+        rows = jnp.dot(jnp.tanh(x), p["early"], out_sharding=P(None, None))
+        h = jnp.tanh(jnp.tanh(rows) @ p["later"] + h @ p["state"])
+        return h, h
+
+    def gradient(scan: Any) -> Any:
+        return jax.jit(jax.grad(lambda p: jnp.sum(scan(functools.partial(body, p), h, xs)[1] ** 2)))(weights)
+
+    rng = np.random.default_rng(0)
+    numbers = lambda *shape: jnp.asarray(0.1 * rng.normal(size=shape), jnp.float32)  # noqa: E731
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        weights = {name: jax.device_put(numbers(64, 64), P()) for name in ("early", "later", "state")}
+        h, xs = jax.device_put(numbers(32, 64), P()), jax.device_put(numbers(64, 32, 64), P(None, "d", None))
+        ours = gradient(functools.partial(treescan.scan, remat="auto"))
+        chex.assert_trees_all_close(ours, gradient(jax.lax.scan), rtol=1e-4, atol=1e-6)
+
+
 def _totals(x: jax.Array, **options: Any) -> jax.Array:
     return treescan.scan(lambda h, x: (h + x, None), jnp.zeros((16, 3)), x, **options)[0]
 

@@ -16,6 +16,7 @@ from jaxprs import equations
 from loops import array
 
 import treescan
+from treescan._faster import saved as saved_steps
 
 ROWS, WIDTH = 4, 3
 
@@ -207,6 +208,29 @@ def test_a_last_state_that_is_bad_for_any_further_step_reaches_no_gradient(body,
 
     value, gradient = jax.value_and_grad(total)(1.0)  # the outputs are multiples of w
     np.testing.assert_allclose(gradient, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_the_transpose_of_saved_steps_is_that_of_jax(name, monkeypatch):
+    params, lengths = given(BODIES[name], 40)
+    gradient = jax.grad(total(masked, BODIES[name], lengths), argnums=(0, 1, 2))
+    ours, asked = gradient(*params), []
+
+    def transposed_by_jax(push, pull, given, like):
+        asked.append(pull)
+        return push(given)
+
+    monkeypatch.setattr(saved_steps, "with_transpose", transposed_by_jax)
+    jax.clear_caches()
+    assert_alike(ours, gradient(*params), 1e-5)
+    assert asked
+
+
+def test_jax_says_what_a_tangent_reads():
+    """Its leaves are what a step saves. Were it no longer a tree of arrays, chunks would be computed again instead."""
+    _, push = jax.linearize(lambda x: jnp.sin(x) * x, 2.0)
+    assert isinstance(push, jax.tree_util.Partial)
+    assert len(jax.tree.leaves(push)) >= 2
 
 
 @pytest.mark.parametrize("lengths", [True, False])

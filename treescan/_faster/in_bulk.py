@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from .._avals import Array, PyTree, bytes_of, elements, place_like, stacked_type, vary_over, varying_axes
+from .._avals import Array, PyTree, bytes_of, elements, parts_of, place_like, stacked_type, vary_over, varying_axes
 from .._cpu import backend
 from .._cpu.rows import as_one_matrix, written
 from .._loop.chunk import RunChunk
@@ -89,8 +89,9 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
         values.update(zip(equation.outvars, out, strict=True))
     computed = values_of(program.outvars, values)
     for value, var in zip(computed, program.outvars, strict=True):
-        if value.shape[1:] != var.aval.shape or value.dtype != var.aval.dtype:
-            raise Unproven(f"{value.shape} {value.dtype} is computed for steps of {var.aval}")
+        of_one = value.shape[1:], value.dtype, parts_of(value)[1:]
+        if of_one != (var.aval.shape, var.aval.dtype, parts_of(var.aval)):
+            raise Unproven(f"{jax.typeof(value)} is computed for steps of {var.aval}")
     return computed
 
 
@@ -110,7 +111,7 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
     """The products of all steps, `[C, ...]`.
 
     Args:
-        equation: of one of them.
+        equation: of one of them. It has no `out_sharding`: `products.py` leaves those that do in their step.
         stacked: the operand in which steps differ, `[C, ...]`.
         same: the other.
         operand: the place of that other.
@@ -271,52 +272,56 @@ def _run(loop: Loop, step: Step, given: Arguments, consts: Any, x: Any) -> tuple
 
 
 def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments) -> tuple[Any, Any]:
-    """The results and their tangents."""
+    """The results and their tangents.
+
+    The early values are computed before the loop, their tangents too. One that is added to deferred products is a
+    constant of the loop: its tangent enters with theirs, in a slot, and the loop in reverse returns one cotangent of
+    the sum in place of two. All tangents here are of the first order. A derivative of this derivative is JAX's own, of
+    all that is computed here.
+    """
     part, d_on = nonzero_part(given, d_given)
     on, off = part.split(given)
     early, rest = split.derivative.early, split.derivative.rest
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
     slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
-    weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
-    policy = SaveDecisions(policy_within(rest))
-    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=policy)
-    # An early product that is added to deferred ones: one tangent of their sum enters the loop, through its slot.
-    # So the loop takes the product itself for a constant.
-    apart = [i for slot in slots for i in slot.early]
+    in_slots = {i for slot in slots for i in slot.early}
 
-    def of_each_step(on: list[Any]) -> list[Array]:
+    def before_loop(on: list[Any]) -> list[Array]:
         whole: Arguments = part.join(on, off)
         return compute_early(early, whole.reads, whole.fed)
 
-    def of_sums(on: list[Any]) -> list[Array]:
-        values = of_each_step(on) if apart else []
-        return [values[i] for i in apart]
+    values, push_early = jax.linearize(before_loop, on)
+    d_values = push_early(d_on)
+    others = [i for i in range(len(values)) if i not in in_slots]
+    weights = [given.reads[each.read] for each in deferred]  # constants of the loop: their tangents are the products
+    # The loop saves what the derivatives of its steps read. The cheap part of that is computed again instead.
+    step = jax.checkpoint(
+        Recorded(split, deferred, slots), prevent_cse=False, policy=SaveDecisions(policy_within(rest))
+    )
 
-    added_up, push_apart = jax.linearize(of_sums, on)
-
-    def recorded(on: list[Any], added: list[Array]) -> tuple[list[Any], Any]:
+    def recorded(on: list[Any], of_others: list[Array], added: list[Array]) -> tuple[list[Any], Any]:
         whole: Arguments = part.join(on, off)
-        before = of_each_step(on)
-        for i, value in zip(apart, added_up, strict=True):
+        before = [*values]
+        for i, value in zip(others, of_others, strict=True):
             before[i] = value
         state, (ys, kept) = _run(loop, step, whole, (whole.reads, weights), (before, whole.fed, added))
         return smooth_part((state, ys)).split((state, ys))[0], ((state, ys), kept)
 
     zeros = [_zeros(loop.length, rest.eqns[slot.equation].outvars[0].aval) for slot in slots]
-    _, push, (result, kept) = jax.linearize(recorded, on, zeros, has_aux=True)
+    _, push, (result, kept) = jax.linearize(recorded, on, [values[i] for i in others], zeros, has_aux=True)
     products = [
         product_of_steps(rest.eqns[each.equation], stacked, d_given.reads[each.read], each.operand)
         for each, stacked in zip(deferred, _operands(rest, deferred, kept, given.fed), strict=True)
     ]
-    d_early = dict(zip(apart, push_apart(d_on), strict=True))
     added = [
         typed_like(
             zero,
-            functools.reduce(add_alike, [*(products[i] for i in slot.deferred), *(d_early[i] for i in slot.early)]),
+            functools.reduce(add_alike, [*(products[i] for i in slot.deferred), *(d_values[i] for i in slot.early)]),
         )
         for slot, zero in zip(slots, zeros, strict=True)
     ]
-    d_result = mapped_later(push, d_on, added) if has_branches(rest) else push(d_on, added)
+    tangents = d_on, [d_values[i] for i in others], added
+    d_result = mapped_later(push, *tangents) if has_branches(rest) else push(*tangents)
     return result, fill_in(result, d_result)
 
 
@@ -455,7 +460,12 @@ def _has_rows(product: Any) -> bool:
 
 
 def at_once(step: Step, looped: bool) -> Step:
-    """What is put around a chunk that saves its steps: their products are computed at once."""
+    """What is put around a chunk that saves its steps: their products are computed at once.
+
+    The loop over chunks saves for each chunk what its rule reads, of which the cheap part is computed again: a third to
+    a half of all, where products are early. The remainder is one chunk, so it would save little. Outside of a loop, it
+    would cost more: there XLA must be kept from merging the two computations.
+    """
     return Checkpointed(products_at_once(step), looped, save_all_but_cheap) if looped else products_at_once(step)
 
 

@@ -27,7 +27,7 @@ from .._rows.axes import without_arrays
 from .._rows.mask import masked_step, without_pairs
 from .._trace.hoist import Unproven
 from .._trace.transposed import push_plainly
-from .._transforms.nest import plan
+from .._transforms.plan import plan
 from .products import has_large_products
 from .saved import push_forward
 from .writing import Result, write_chunks

@@ -296,7 +296,12 @@ def _inlined(equation: Any) -> tuple[Any, list[Any]] | None:
 
 
 def _is_of_each_step(equation: Any, *, has_rule: bool = False) -> bool:
-    """Whether an equation can be moved; `has_rule` if it is in a function with a derivative of its own."""
+    """Whether an equation can be moved; `has_rule` if it is in a function with a derivative of its own.
+
+    One that is told how its result is sharded is not: that is the sharding of one step's result.
+    """
+    if equation.params.get("out_sharding") is not None:
+        return False
     if equation.primitive.name not in _CALLS:
         return equation.primitive.name in _OF_EACH_STEP and (has_rule or not _decides(equation))
     inner, has_rule = called(equation), has_rule or equation.primitive.name == "custom_jvp_call"

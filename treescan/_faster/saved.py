@@ -127,15 +127,15 @@ class Linearized(NamedTuple):
 def linearize(loop: Loop, part: Part) -> Linearized:
     """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
 
+    The step is traced once, and again as `recorded`, which `jax.linearize` splits within the trace. What its tangent
+    reads are then outputs of that trace, variables, and `_kinds` decides of each whether steps have to save it.
+
     Raises:
-        Unproven: if a key would have to be saved.
+        Unproven: if a key would have to be saved, or if it is not known what the tangent reads.
     """
-    one = one_step(loop.xs)
     first = len(jax.tree.leaves(loop.consts))
     last = first + len(jax.tree.leaves(loop.state))
-    given = jax.tree.map(
-        lambda leaf: jax.typeof(leaf) if hasattr(leaf, "aval") else leaf, (loop.consts, loop.state, one)
-    )
+    given = (*jax.tree.map(jax.typeof, (loop.consts, loop.state)), one_step(loop.xs))
     step, types = jax.make_jaxpr(lambda *given: loop.step(*given))(*given), jax.tree.leaves(given)
     on, y_on = _on_in_steps(step.jaxpr, part.on, first, last)
 
@@ -148,6 +148,8 @@ def linearize(loop: Loop, part: Part) -> Linearized:
             return split((*on[first:last], *y_on), out)[0], out
 
         _, push, out = jax.linearize(of_smooth, *smooth, has_aux=True)
+        if not isinstance(push, jax.tree_util.Partial):  # a function with its arrays as leaves, in every release so far
+            raise Unproven("this release of JAX does not say what a tangent reads")
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
@@ -366,7 +368,15 @@ def _push_all(
         return _Out(*stack_chunks(loop, size, zeros))
 
     def pull_steps(cotangents: _Out) -> _In:
-        """The transpose, a loop in reverse: cotangents of the consts add up in its state, beside those of the state."""
+        """The transpose of `push_steps`: the loop in reverse, of the transposes of its steps.
+
+        A step takes the tangents of (consts, state, x) to those of (state, y), so its transpose takes cotangents of the
+        latter to those of the former. Those of the state go on to the step before. Those of the consts are summed over
+        all steps, so they are carried too. A chunk that was not run changes neither, and its x has zeros.
+
+        JAX's own transpose of `push_steps` is equal, as a test holds. It takes 1.4 to 2.7 times the memory, since what
+        a branch of it reads is copied.
+        """
         c, s = len(given.consts), len(given.state)
         one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in given.xs]
         types = [*map(jax.typeof, (*given.consts, *given.state)), *one_x]

@@ -330,7 +330,7 @@ class Loop:
         given: what the verb was told beside init and xs; None where rules for derivatives keep the loop.
         trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
         remat: what the gradient recomputes of each step, as the user asked; of turns a tuple. None: the user did not.
-        wishes: the chunks that transforms ask for, and what they put around them; see `nest.plan`.
+        wishes: the chunks that transforms ask for, and what they put around them; see `plan.plan`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
         rows: where the rows of a masked scan are.
         runner: what runs the loop in place of `nest.run_levels`.

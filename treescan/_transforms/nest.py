@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +13,12 @@ from .._avals import PyTree
 from .._loop.chunk import Level, run_chunked
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Result, Step, is_untraced
-from .._loop.sizes import Wish, plan_sizes
 from .._loop.turns import Turns
-from .._outputs.outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
+from .._outputs.outputs import ALL, LAST, run_keeping
 from .._remat.checkpoint import Checkpointed
 from .._trace.hoist import Hoisted, traced
 from .._tree import merge, split
+from .plan import plan
 
 
 def run_nested(loop: Loop) -> Any:
@@ -104,91 +103,6 @@ def in_rounds(loop: Loop) -> tuple[Loop, tuple[Step, Feed] | None]:
         consts = (loop.consts[0], consts)
     end = (rest, Feed(left)) if count else None
     return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=()), end
-
-
-def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
-    """One list of nested chunks for all wishes and for the outputs that are not kept, and the loop that runs in them.
-
-    First it is decided which wishes have which size. Then each puts something around its chunks, from the innermost
-    to the outermost. There are three kinds of wishes:
-
-    - with slots (`counted`, one at most): what it feeds was made for chunks of some size, so it has chunks of its own;
-    - outside: it goes around all others, at the smallest size that this leaves;
-    - all others, for example recomputation: each takes the size that comes nearest. Of two at one size, the last is
-      taken, as one recomputation of a chunk is enough.
-    """
-    if not (loop.wishes or loop.keeps):
-        return loop, ()
-    inner = [wish for wish in loop.wishes if not wish.outside]
-    places = _places(loop, inner)
-    for wish in (wish for wish in loop.wishes if wish.outside):
-        places = _with_outer(loop, inner, places, wish)
-    levels = list[Level]()
-    for size, wishes in sorted(places.items(), key=lambda place: place[0]):
-        level = Level(size)
-        for put, slots in [(wish.put, wish.slots) for wish in wishes]:
-            if put is not None:
-                loop, around = put(loop, size)
-                level = level.inside(around, slots)
-        levels.append(level)
-    return loop, tuple(levels)
-
-
-_Places: TypeAlias = dict[int, list[Wish]]
-"""The sizes of nested chunks, and for each the wishes that put something around its chunks, innermost first."""
-
-
-def _with_outer(loop: Loop, inner: list[Wish], places: _Places, wish: Wish) -> _Places:
-    """The places with that of one more wish, at the smallest size that is outside of all others."""
-    planned = _places(loop, [*inner, Wish(wish.size)])
-    taken = max((size for size, wishes in planned.items() if wishes), default=1)
-    size = min((size for size in planned if size >= max(taken, wish.size)), default=None)
-    if size is None:
-        planned = places
-        outermost = max((size for size in planned if size < loop.length), default=1)
-        size = -(-wish.size // outermost) * outermost
-    return planned | {size: [*planned.get(size, ()), wish]}
-
-
-def _places(loop: Loop, wishes: list[Wish]) -> _Places:
-    counted = next((wish for wish in wishes if wish.slots), None)
-    others = [wish for wish in wishes if wish is not counted]
-    if counted is None:
-        return _nearest_places(_sizes(loop, others), others)
-    # A chunk that is the whole loop, whose length may be symbolic, or a single step cuts nothing.
-    whole = counted.size == loop.length
-    sizes = _sizes(loop, others if whole else wishes)
-    size = counted.size if whole or counted.size == 1 else _nearest((*sizes, loop.length), counted.size)
-    return _nearest_places([other for other in sizes if other != size], others) | {size: [counted]}
-
-
-def _nearest_places(sizes: Sequence[int], wishes: list[Wish]) -> _Places:
-    """Each wish at the size that comes nearest to its own; the last one of those that have the same."""
-    places: _Places = {size: [] for size in sizes}
-    for wish in wishes:
-        if sizes and wish.put is not None:
-            places[_nearest(sizes, wish.size)] = [wish]
-    return places
-
-
-def _sizes(loop: Loop, wishes: Sequence[Wish]) -> tuple[int, ...]:
-    """The sizes of nested chunks.
-
-    An output that is not kept as often as an exact wish allows is kept in all steps, and cut afterwards.
-    """
-    keeps = loop.keeps or ()
-    asked = [wish.size for wish in wishes if wish.exact]
-    thinned = boundaries(keeps, loop.length)
-    kept = [wish for wish in thinned if not any(wish.size % size and size % wish.size for size in asked)]
-    wishes = [wish._replace(exact=wish.exact or (bool(wish.slots) and not kept)) for wish in wishes]
-    sizes = plan_sizes(loop.length, [*wishes, *kept]) if wishes or kept else ()
-    may_cut = not any(wish.slots and not wish.outside for wish in loop.wishes)
-    return last_chunk(loop) if not sizes and is_thinned(keeps) and may_cut else sizes
-
-
-def _nearest(sizes: Sequence[int], wish: int) -> int:
-    """The size with the smallest ratio to the requested one."""
-    return min(sizes, key=lambda size: max(size / wish, wish / size))
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ from ..._trace.equations import called, has_symbolic_zeros
 from ..._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
 from ..._transforms.axes import Count, OverAxes
 from ..._transforms.call import Arguments, Call
-from ..._transforms.nest import in_rounds, plan, ready
+from ..._transforms.nest import in_rounds, ready
+from ..._transforms.plan import plan
 from ..._transforms.program import Program, Taken
 from ..._tree import leaves_with_path, merge, split
 from ..._types import Remat

@@ -1,0 +1,124 @@
+"""Plans the chunks of a loop: one list of nested sizes for all that ask for chunks, and what goes around each.
+
+Up to four things ask for chunks:
+
+- outputs that are kept in every k-th step alone: a boundary after each of these steps;
+- a wish with slots, for example the schedule of padded rows: chunks of its own, each with an entry in the feed;
+- wishes without slots, for example recomputation: chunks of about their sizes;
+- a wish outside of all others, for example reports of progress.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
+
+from .._loop.chunk import Level
+from .._loop.loop import Loop
+from .._loop.sizes import Wish, plan_sizes
+from .._outputs.outputs import boundaries, is_thinned, last_chunk
+
+Places: TypeAlias = dict[int, list[Wish]]
+"""The sizes of nested chunks, and for each the wishes that put something around its chunks, innermost first."""
+
+
+def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
+    """The nested chunks of a loop, and the loop that runs in them.
+
+    First it is decided which wishes have which size. Then each puts something around its chunks, from the innermost
+    to the outermost.
+    """
+    if not (loop.wishes or loop.keeps):
+        return loop, ()
+    outer = _only([wish for wish in loop.wishes if wish.outside])
+    slotted = _only([wish for wish in loop.wishes if wish.slots and not wish.outside])
+    others = [wish for wish in loop.wishes if not (wish.slots or wish.outside)]
+    places = _places(loop, slotted, others)
+    if outer is not None:
+        places = _with_outer(loop, places, slotted, others, outer)
+    levels = list[Level]()
+    for size, wishes in sorted(places.items(), key=operator.itemgetter(0)):
+        level = Level(size)
+        for put, slots in [(wish.put, wish.slots) for wish in wishes]:
+            if put is not None:
+                loop, around = put(loop, size)
+                level = level.inside(around, slots)
+        levels.append(level)
+    return loop, tuple(levels)
+
+
+def _only(wishes: list[Wish]) -> Wish | None:
+    """The wish of a kind of which there is one at most."""
+    if not wishes:
+        return None
+    (wish,) = wishes
+    return wish
+
+
+def _places(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> Places:
+    """The place of each wish.
+
+    The wish with slots has its chunks to itself. If no other size is left for recomputation, nothing is recomputed
+    beside it: what such a wish puts around its chunks recomputes them anyway.
+    """
+    if slotted is None:
+        return _nearest_places(_sizes(loop, None, others), others)
+    # Chunks of one step, or of all steps, whose number may be symbolic, cut nothing.
+    cuts = slotted.size not in (loop.length, 1)
+    sizes = _sizes(loop, slotted if cuts else None, others)
+    size = _nearest((*sizes, loop.length), slotted.size) if cuts else slotted.size
+    return _nearest_places([other for other in sizes if other != size], others) | {size: [slotted]}
+
+
+def _nearest_places(sizes: Collection[int], wishes: Sequence[Wish]) -> Places:
+    """Each wish at the size that is nearest to its own.
+
+    Two at one size are of one plan of recomputation, for which one checkpoint around these chunks is enough: the last,
+    that of the larger chunks.
+    """
+    places: Places = {size: [] for size in sizes}
+    for wish in wishes:
+        if sizes and wish.put is not None:
+            places[_nearest(sizes, wish.size)] = [wish]
+    return places
+
+
+def _with_outer(loop: Loop, places: Places, slotted: Wish | None, others: Sequence[Wish], outer: Wish) -> Places:
+    """The places with that of the outer wish: the smallest size of at least its own that is outside of all others."""
+    # Planned together with the others, it may lie within the chunks of an output that is seldom kept.
+    together = _places(loop, slotted, [*others, Wish(outer.size)])
+    taken = max((size for size, wishes in together.items() if wishes), default=1)
+    large = [size for size in together if size >= max(taken, outer.size)]
+    if large:
+        return together | {min(large): [*together[min(large)], outer]}
+    # Its size was rounded down: then it takes the next multiple of the largest size of the others.
+    largest = max((size for size in places if size < loop.length), default=1)
+    size = -(-outer.size // largest) * largest
+    return places | {size: [*places.get(size, ()), outer]}
+
+
+def _sizes(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> tuple[int, ...]:
+    """The sizes of nested chunks.
+
+    `plan_sizes` replaces exact sizes that do not divide one another by their greatest common divisor, which may be one
+    step. So outputs and the wish with slots are not both exact unless they fit:
+
+    - if the user has chosen the chunks, an output that does not fit is kept in all steps, and cut afterwards;
+    - if not, the chunks have exactly their size where no output asks for a boundary, and otherwise fit the outputs.
+    """
+    keeps = loop.keeps or ()
+    outputs = boundaries(keeps, loop.length)
+    wishes = list(others)
+    if slotted is not None:
+        if slotted.exact:
+            outputs = [wish for wish in outputs if wish.size % slotted.size == 0 or slotted.size % wish.size == 0]
+        wishes.append(slotted._replace(exact=slotted.exact or not outputs))
+    sizes = plan_sizes(loop.length, [*wishes, *outputs]) if wishes or outputs else ()
+    may_cut = not any(wish.slots and not wish.outside for wish in loop.wishes)
+    return last_chunk(loop) if not sizes and is_thinned(keeps) and may_cut else sizes
+
+
+def _nearest(sizes: Collection[int], wish: int) -> int:
+    """The size with the smallest ratio to the requested one."""
+    return min(sizes, key=lambda size: max(size / wish, wish / size))
