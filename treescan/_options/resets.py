@@ -287,11 +287,16 @@ def flags_of(loop: Loop, *, reverse: bool) -> Array:
     if rows.all_valid:
         # In reverse, a segment begins one step before each flag, in time.
         return jnp.concatenate([rows.resets[1:], jnp.zeros_like(rows.resets[:1])]) if reverse else rows.resets
-    flags = beginnings(rows.resets, valid, reverse=reverse)
-    if rows.given.spans is None:
+    return begins_at(rows.resets, valid, rows.given.spans, reverse=reverse)
+
+
+def begins_at(resets: Array, valid: Array, spans: Spans | None, *, reverse: bool) -> Array:
+    """bool[T, *batch]: where a segment or a packed sequence begins, in a direction."""
+    flags = beginnings(resets, valid, reverse=reverse)
+    if spans is None:
         return flags
-    refuse_split_rows(rows.given.spans, valid)
-    return flags | turns(numbers_of(rows.given.spans, valid.shape), valid, later=reverse)
+    refuse_split_rows(spans, valid)
+    return flags | turns(numbers_of(spans, valid.shape), valid, later=reverse)
 
 
 def beginnings(resets: Array, valid: Array, *, reverse: bool) -> Array:

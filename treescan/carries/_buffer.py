@@ -21,6 +21,7 @@ from .._errors import (
     TypeMisuse,
     expect,
     expect_int,
+    expect_one_of,
     named_options,
 )
 from .._tree import same_structure
@@ -426,7 +427,7 @@ def best(
         -0.328
     """
     high = '"max" keeps the highest score, "min" the lowest.'
-    expect(isinstance(mode, str) and mode in ("max", "min"), "mode", '"max" or "min"', mode, high, error=ArgumentError)
+    expect_one_of(mode, "mode", ("max", "min"), high, error=ArgumentError)
     first = (
         "It is the score of the first value. None is worse than any score. The body computes the scores of later "
         "values, and returns `(score, candidate)` in the place of the carry."

@@ -93,28 +93,13 @@ def solve(how: How, x: Given) -> Array:
     parts: Given = jax.tree.map(split, x)
     whole = summary(how, parts, axis=1)
     zero = jnp.zeros_like(whole.b[0])
-    between = over_steps(how, body, zero, whole)[1] if how.method == "chunked" else _in_pairs(how, whole)
+    if how.method == "chunked":
+        between = over_steps(how, body, zero, whole)[1]
+    else:
+        later = functools.partial(joined, how)
+        between = jax.lax.associative_scan(lambda one, two: later(two, one), whole, reverse=how.reverse).b
     hs = over_steps(how, body, shifted(how, between, zero[None]), parts, axis=1)[1]
     return jnp.swapaxes(hs, 0, 1).reshape(-1, *x.b.shape[1:])[:count]
-
-
-def _in_pairs(how: How, x: Given) -> Array:
-    """Pairs of steps are joined, which is the same problem of half the length, and gives every other state."""
-    if how.reverse:
-        flipped: Given = jax.tree.map(lambda each: jnp.flip(each, 0), x)
-        return jnp.flip(_in_pairs(how._replace(reverse=False), flipped), 0)
-    count = x.b.shape[0]
-    if count == 1:
-        return x.b
-
-    def every_other(first: int, end: int) -> Given:
-        return jax.tree.map(lambda each: each[first:end:2], x)
-
-    odd = _in_pairs(how, joined(how, every_other(1, count), every_other(0, count - 1)))
-    even = linear_step(how, odd if count % 2 else odd[:-1], every_other(2, count))
-    even = jnp.concatenate([x.b[:1], even])
-    odd = jnp.concatenate([odd, jnp.zeros_like(odd[:1])]) if count % 2 else odd
-    return jnp.stack([even, odd], 1).reshape(-1, *x.b.shape[1:])[:count]
 
 
 def between_devices(how: How, axis_name: str, x: Given) -> Array:

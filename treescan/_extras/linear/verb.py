@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from ..._arguments import check_reverse
 from ..._avals import Array, ArrayLike, PyTree, TreeDef
 from ..._batches.batch import rows_of
-from ..._errors import STEP_WORDS, Misuse, expect, expect_int, explain, verb
-from ..._options.resets import beginnings
+from ..._errors import STEP_WORDS, Misuse, expect, expect_int, expect_one_of, explain, verb
+from ..._options.resets import begins_at
 from ..._rows.axes import RowFlags
 from ..._rows.checks import check_time_axis
 from ..._rows.fill import HOLD, check_fill, fill_leaves
 from ..._rows.leaves import mask_of_lengths
-from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of, refuse_split_rows, turns
+from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of
 from ..._tree import Prefix
 from .checks import Both, check_flags, leaves_of, refuse_part
 from .methods import between_devices
@@ -109,14 +109,9 @@ def linear_scan(
          [1.75 0.  ]]
     """
     try:
-        for name, value, allowed in (
-            ("method", method, (*METHODS, None)),
-            ("save", save, ("all", "last", None)),
-            ("matrix", matrix, (True, False)),
-        ):
-            kinds = [f'"{each}"' if isinstance(each, str) else str(each) for each in allowed]
-            known = isinstance(value, str | bool | None) and value in allowed
-            expect(known, name, f"{', '.join(kinds[:-1])} or {kinds[-1]}", value)
+        expect_one_of(method, "method", (*METHODS, None))
+        expect_one_of(save, "save", ("all", "last", None))
+        expect_one_of(matrix, "matrix", (True, False))
         expect(isinstance(axis_name, str | None), "axis_name", "a string or None", axis_name)
         if remat is not None:
             every = "It is the number of steps between two states that are saved."
@@ -196,8 +191,5 @@ def _steps(how: How, flags: RowFlags, count: int) -> tuple[Array | None, Array |
     valid = mask if flags.lengths is None else mask_of_lengths(flags.lengths, count)
     if resets is None or not count:
         return valid, None
-    begins = beginnings(resets, jnp.ones_like(resets) if valid is None else valid, reverse=how.reverse)
-    if flags.spans is not None and valid is not None:
-        refuse_split_rows(flags.spans, valid)
-        begins = begins | turns(numbers_of(flags.spans, valid.shape), valid, later=how.reverse)
-    return valid, ~begins
+    every = jnp.ones_like(resets) if valid is None else valid
+    return valid, ~begins_at(resets, every, flags.spans, reverse=how.reverse)

@@ -12,7 +12,7 @@ import numpy as np
 from ..._arguments import check_length, check_options, check_reverse
 from ..._avals import Array, ArrayLike, PyTree
 from ..._body.signature import STREAM
-from ..._errors import STREAM_WORDS, Misuse, expect, expect_int, explain, verb
+from ..._errors import STREAM_WORDS, Misuse, expect, expect_int, expect_one_of, explain, verb
 from ..._types import (
     Carry,
     CheckpointLike,
@@ -295,7 +295,7 @@ def _run_of(
     keeps = check_save_of(options["save"], parts)
     expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
-    expect(remainder in ("run", "mask"), "remainder", '"run" or "mask"', remainder, _REMAINDERS)
+    expect_one_of(remainder, "remainder", ("run", "mask"), _REMAINDERS)
     prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
     given = lengths_of(lengths, parts, body, masks=remainder == "mask")
 
