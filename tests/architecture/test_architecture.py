@@ -141,7 +141,7 @@ def test_lax_scan_is_called_in_one_place() -> None:
 
 
 def test_no_other_loop_primitive() -> None:
-    loops = re.compile(r".*\blax\.(while_loop|fori_loop|map|associative_scan|scan_p|while_p)")
+    loops = re.compile(r".*\blax\.(while_loop|fori_loop|map|scan_p|while_p)")
     assert not {m: n for m, tree in modules().items() for n in references(tree) if loops.fullmatch(n)}
 
 

@@ -272,3 +272,20 @@ def test_other_options_keep_the_branch(options):
     assert len(branches) >= conditionals
     assert sum(" dot(" in run for _, run in branches) >= conditionals
     assert not any(" dot(" in skipped for skipped, _ in branches)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "save", "kept"), [(6, (2, 3), 2), (12, (4, 6), 4), (6, (3, 12), 3), (5, (2, "all"), 5)], ids=str
+)
+def test_a_chosen_chunk_is_kept_where_outputs_do_not_fit_it_or_each_other(chunk, save, kept):
+    def body(h, x):
+        TALLY.note()
+        h = 0.9 * h + x
+        return h, (h, 2 * h)
+
+    run = functools.partial(treescan.mask_scan, body, array(2), array(96, 2), lengths=np.array([chunk - 1, 1]))
+    (_, ys), steps = TALLY.during(lambda: run(chunk=chunk, save=save))
+    assert steps == chunk
+    _, whole = run(chunk=0)
+    for y, of_all, keep in zip(ys, whole, save, strict=True):
+        chex.assert_trees_all_close(y, of_all if keep == "all" else of_all[keep - 1 :: keep])

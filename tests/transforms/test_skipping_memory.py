@@ -48,6 +48,39 @@ def test_large_weights_are_not_copied_once_a_chunk(options):
     assert program.temp_bytes < a_copy_a_chunk / 2
 
 
+def bytes_with_callbacks(on, **options):
+    def total(w, xs):
+        def body(h, x):
+            if on:
+                jax.debug.callback(lambda _: None, h[0, 0])
+            return jnp.tanh(jnp.tanh(h * w) * w + x[:, None]), None
+
+        return treescan.mask_scan(body, jnp.zeros((2, 500)), xs, lengths=np.array([256, 100]), **options)[0].sum()
+
+    return Program(jax.grad(total), jnp.ones((1, 500)), jnp.ones((256, 2))).temp_bytes
+
+
+@pytest.mark.parametrize("options", [{"remat": "step"}, {"remat": "nested"}])
+def test_remat_recomputes_chunks_that_call_back(options):
+    assert bytes_with_callbacks(True, **options) <= 1.01 * bytes_with_callbacks(False, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 16}, {"compact": True}])
+def test_callbacks_are_repeated_by_remat_alone(options):
+    called = []
+
+    def total(h, xs):
+        def body(h, x):
+            jax.debug.callback(lambda _: called.append(1), h[0])
+            return jnp.tanh(h + x), None
+
+        return treescan.mask_scan(body, h, xs, lengths=np.array([64, 64]), **options)[0].sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(total))(jnp.zeros(2), jnp.ones((64, 2))))
+    jax.effects_barrier()
+    assert len(called) == 64
+
+
 def lstm(params, carry, x):
     h, c = carry
     i, f, g, o = jnp.split(x @ params["x"] + h @ params["h"] + params["b"], 4, -1)

@@ -32,7 +32,7 @@ def written(leaf: Array) -> Array:
     compute a fused value twice, with two roundings, and then the comparison is wrong:
     https://github.com/jax-ml/jax/issues/40564. It removes barriers, and writes what is gathered. A step that decides
     nothing must not be hurt, for which this is a copy of each leaf: callers ask for it only where a body compares or
-    chooses.
+    chooses, or where it was measured to be faster.
     """
     known = leaf.ndim and all(isinstance(size, int) and size for size in leaf.shape)
     known = known and jnp.issubdtype(leaf.dtype, jnp.inexact)

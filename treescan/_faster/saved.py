@@ -166,7 +166,8 @@ def linearize(loop: Loop, part: Part) -> Linearized:
         raise Unproven("an array of zeros cannot hold keys")
     consts = jax.tree.leaves(loop.consts)
     sharing, at = _part_for(same, jaxpr)
-    shared = list(map(jnp.asarray, eval_jaxpr(sharing, closed.consts, *(consts[place] for place in at))))
+    shared = eval_jaxpr(sharing, closed.consts, *(consts[place] for place in at))
+    shared = [array_of(value, var.aval) for value, var in zip(shared, same, strict=True)]
     making, at = _part_for(list(made), jaxpr)
     return Linearized(
         Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first),
@@ -195,6 +196,7 @@ def _on_in_steps(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tup
 
 
 _SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
+"""What the mask around a step adds to it, which is made again. What the body itself selects may come with it."""
 
 
 def _kinds(jaxpr: Any, count: int, first: int, last: int) -> list[tuple[Any, str]]:
@@ -283,12 +285,14 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         raise Unproven("it is better to compute chunks again, or their products at once")
     given = loop.consts, loop.state, fed
     spread = any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given))
-    if spread or reshards(loop.hoisted.jaxpr):
+    if spread or reshards(loop.hoisted.jaxpr):  # `_zeros` makes arrays for what steps save, which are not spread
         raise Unproven("arrays are spread over devices")
     d_consts, d_state, d_fed = tangents
     part, d_on = nonzero_part(given, (d_consts, d_state, SCHEDULE.put(d_fed, None)))
     found = linearize(dataclasses.replace(loop, xs=fed), part)
-    bare, record = as_step(loop).bare.having(callee=loop.callee.apart()), found.record  # a rule may not hold tracers
+    # JAX keeps the rule below with the trace of what calls it: it may hold no tracers, and no memo (as `run_split`).
+    # What `record` closes over are none: hoisting has made consts of all arrays that a body closes over.
+    bare, record = as_step(loop).bare.having(callee=loop.callee.apart()), found.record
     branches = loop.hoisted.branches
 
     def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:

@@ -157,8 +157,9 @@ class Skip(Transform):
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
 
         A branch that is not taken writes zeros for what the others save, so that the branches of `compact` recompute.
+        Effects are repeated only where `remat` asks for it.
         """
-        if loop.hoisted.effects:
+        if loop.hoisted.effects and loop.remat is None:
             return ChunkRemat.NONE
         from .._remat.remat import is_large
 

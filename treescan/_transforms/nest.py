@@ -89,7 +89,8 @@ def in_rounds(loop: Loop) -> tuple[Loop, tuple[Step, Feed] | None]:
     whole = [jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, rounds), turn.xs) for turn in turns[:count]]
     xs = (*whole, *(turn.xs for turn in turns[count:]))
     steps, consts = tuple(turn.step for turn in turns), tuple(turn.consts for turn in turns)
-    # Outside of a loop, XLA could merge what is recomputed with the first computation.
+    # Outside of a loop, XLA could merge what is recomputed with the first computation. Recomputation is outermost here:
+    # verbs whose bodies take turns refuse options around it.
     alone = tuple(dataclasses.replace(s, looped=False) if isinstance(s, Checkpointed) else s for s in steps[:count])
     if loop.trace is not None:
         fixed = [trace.fixed for trace in loop.hoisted.each]

@@ -74,11 +74,11 @@ def _places(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> Places:
 def _nearest_places(sizes: Collection[int], wishes: Sequence[Wish]) -> Places:
     """Each wish at the size that is nearest to its own.
 
-    Two at one size are of one plan of recomputation, for which one checkpoint around these chunks is enough: the last,
-    that of the larger chunks.
+    Two at one size are of one plan of recomputation, for which one checkpoint around these chunks is enough: that of
+    the larger wish.
     """
     places: Places = {size: [] for size in sizes}
-    for wish in wishes:
+    for wish in sorted(wishes, key=lambda wish: wish.size):
         if sizes and wish.put is not None:
             places[_nearest(sizes, wish.size)] = [wish]
     return places
@@ -104,7 +104,8 @@ def _sizes(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> tuple[in
     `plan_sizes` replaces exact sizes that do not divide one another by their greatest common divisor, which may be one
     step. So outputs and the wish with slots are not both exact unless they fit:
 
-    - if the user has chosen the chunks, an output that does not fit is kept in all steps, and cut afterwards;
+    - if the user has chosen the chunks, an output that does not fit them, or one before it, is kept in all steps, and
+      cut afterwards;
     - if not, the chunks have exactly their size where no output asks for a boundary, and otherwise fit the outputs.
     """
     keeps = loop.keeps or ()
@@ -112,11 +113,19 @@ def _sizes(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> tuple[in
     wishes = list(others)
     if slotted is not None:
         if slotted.exact:
-            outputs = [wish for wish in outputs if wish.size % slotted.size == 0 or slotted.size % wish.size == 0]
+            outputs = _fitting(slotted, outputs)
         wishes.append(slotted._replace(exact=slotted.exact or not outputs))
     sizes = plan_sizes(loop.length, [*wishes, *outputs]) if wishes or outputs else ()
-    may_cut = not any(wish.slots and not wish.outside for wish in loop.wishes)
-    return last_chunk(loop) if not sizes and is_thinned(keeps) and may_cut else sizes
+    return last_chunk(loop) if not sizes and is_thinned(keeps) else sizes
+
+
+def _fitting(chosen: Wish, outputs: Sequence[Wish]) -> list[Wish]:
+    """The outputs of which each size divides the chosen one and the others, or is a multiple, the first ones first."""
+    fit = [chosen]
+    for output in outputs:
+        if all(output.size % each.size == 0 or each.size % output.size == 0 for each in fit):
+            fit.append(output)
+    return fit[1:]
 
 
 def _nearest(sizes: Collection[int], wish: int) -> int:

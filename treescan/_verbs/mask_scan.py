@@ -179,7 +179,8 @@ def mask_scan(
             which any row is valid. In reverse, each row runs from its own last valid step to its first, and ys stay
             where their xs are. `key` cannot be combined with `compact`. The gradient saves the steps, or follows
             `remat="auto"` of `treescan.scan` where that is faster. With `chunk`, `compact` or `remat` it saves the
-            carry before each chunk, and recomputes the chunk; `remat` saves less within a chunk. With `save="last"`,
+            carry before each chunk, and recomputes the chunk, one with `jax.debug` callbacks only with `remat`; that
+            also saves less within a chunk. With `save="last"`,
             each row has its own last valid y, and `fill` if it has none. With `offset`, `mask` and `resets` are those
             of the part, and `save="last"` is `fill` for a row that ended in another part. Refused are `fill="hold"`, a
             `Packed`, `resets` in reverse or without `reset_to`, and `truncate` with `mask` or `resets`.
