@@ -34,7 +34,11 @@ def on_first_use(
         if name in new_of:
             raise AttributeError(f"`{package}.{name}` is now `{new_of[name]}`.")
         if name not in home_of:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            import difflib
+
+            near = difflib.get_close_matches(name, home_of, 1)
+            meant = f". Did you mean `{near[0]}`?" if near else ""
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{meant}")
         inside = sys.modules[package].__package__
         if home_of[name] == ".":
             return importlib.import_module(f".{name}", inside)

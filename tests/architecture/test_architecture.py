@@ -292,6 +292,16 @@ def test_an_old_name_is_told_the_new_one() -> None:
         assert functools.reduce(getattr, new.partition("(")[0].split(".")[1:], treescan)
 
 
+@pytest.mark.parametrize(
+    ("name", "near"), [("masked_scan", "mask_scan"), ("while_loop", "while_scan"), ("fori_loop", "fori")]
+)
+def test_a_name_that_is_near_is_told(name: str, near: str) -> None:
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'. Did you mean `{near}`"):
+        getattr(treescan, name)
+    with pytest.raises(AttributeError, match=r"'zzz'$"):
+        getattr(treescan, "zzz")  # noqa: B009
+
+
 def sections(value: Any) -> dict[str, str]:
     """A Google-style docstring's sections by their titles; the text before the first is under ''."""
     parts = re.split(r"^(\w+):\n", inspect.getdoc(value) or "", flags=re.MULTILINE)

@@ -20,6 +20,7 @@ case()(
     linear_steps=lambda one: linear_scan(jnp.ones((4, 2, 4)), treescan.Padded(ROWS * one, LENGTHS)),
     linear_square=lambda one: linear_scan(jnp.ones((3, 2, 4, 3)), ROWS * one, matrix=True),
     linear_init=lambda one: linear_scan(A, ROWS * one, jnp.ones(4)),
+    linear_batch_first=lambda one: linear_scan(A, ROWS * one, jnp.ones((3, 4))),
     linear_rows=lambda one: linear_scan(A, ROWS * one, lengths=jnp.array([3, 1, 2])),
     linear_prefix=lambda one: linear_scan({"x": A}, {"y": ROWS * one}),
     linear_method=lambda one: linear_scan(A, ROWS * one, method="associative"),

@@ -199,7 +199,7 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
     if tiers and keyed:
         raise Misuse(
             "{call}: `compact` and `key` cannot be combined: the body would draw different numbers.",
-            "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
-            "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
+            "Give each row a key of its own, in the carry: `treescan.carries.keys(jax.random.split(key, B))`. The body "
+            "then sees a fresh key per row and step there.",
         )
     return tiers

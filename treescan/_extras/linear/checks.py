@@ -14,7 +14,7 @@ from ..._avals import Array, PyTree, as_arrays, describe_argument, describe_leaf
 from ..._errors import Misuse, Row, TypeMisuse
 from ..._options.reset_to import check_targets
 from ..._rows.axes import RowFlags
-from ..._rows.checks import batch_of, check_rows
+from ..._rows.checks import batch_of, check_rows, leads
 from ..._rows.fill import HOLD
 from ..._transforms.axes import spread_prefix
 from ..._tree import Prefix, Root, leaves_with_path, named_roots
@@ -113,6 +113,7 @@ def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: b
             f"{describe_leaf(jax.ShapeDtypeStruct(b.shape[1:], dtype))}.",
             "Give a number, or an array of that shape and dtype: the dtype is that of a and b together, at least "
             "float32.",
+            *[f"Perhaps {leads(time_axis)}"] * (shape_of(init) == (len(b), *b.shape[2:])),
         )
     return a, b, jnp.broadcast_to(jnp.asarray(init, dtype), b.shape[1:])
 
