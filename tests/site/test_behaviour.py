@@ -23,13 +23,13 @@ def page_of(root: str, url: str) -> str:
     return urldefrag(url.split("?")[0]).url.removeprefix(root).lstrip("/")
 
 
-def test_the_footer_leads_through_all_pages(root: str, visit: Open) -> None:
-    page = visit(f"{root}/index.html")
-    seen = [page_of(root, page.url)]
+def test_the_footer_leads_through_all_pages(server: str, visit: Open) -> None:
+    page = visit(f"{server}/index.html")
+    seen = [page_of(server, page.url)]
     while (following := page.locator("a.md-footer__link--next")).count():
         following.click()
         page.wait_for_load_state()
-        seen.append(page_of(root, page.url))
+        seen.append(page_of(server, page.url))
         assert len(seen) == len(set(seen))
     assert set(seen) == {*PAGES} - {"404.html"}
 

@@ -1,49 +1,8 @@
-"""Code is whole on a desktop. Where it or a table scrolls, on a phone, one sees that there is more, and of what."""
+"""Where code or a table scrolls, on a phone, one sees that there is more: how. `test_pages.py` asks all pages."""
 
 import pytest
-from conftest import PAGES, Open
+from conftest import Open
 from playwright.sync_api import expect
-
-CUT_OFF = """() => [...document.querySelectorAll("article pre > code")]
-    .filter(code => code.scrollWidth > code.clientWidth)
-    .map(code => code.innerText.split("\\n").sort((one, other) => other.length - one.length)[0])"""
-
-COVERED = """() => [...document.querySelectorAll(".md-code__button")].filter(button => {
-    const code = button.closest("pre").querySelector("code").getBoundingClientRect()
-    return button.getBoundingClientRect().left < code.right - 1
-}).length"""
-
-UNFOLD = "() => document.querySelectorAll('details').forEach(folded => { folded.open = true })"
-
-SCROLLS = """() => {
-    const all = [...document.querySelectorAll("article pre > code, article .md-typeset__scrollwrap")]
-    return all.map(element => {
-        const wide = element.scrollWidth > element.clientWidth + 1
-        const fades = getComputedStyle(element).maskImage !== "none"
-        return [wide, fades, element.dataset.more ?? "", element.innerText.slice(0, 60)]
-    })
-}"""
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_desktop_shows_whole_lines_of_code(server: str, visit: Open, page: str) -> None:
-    opened = visit(f"{server}/{page}")
-    opened.wait_for_load_state("networkidle")
-    opened.evaluate(UNFOLD)
-    assert opened.evaluate(CUT_OFF) == []
-    assert opened.evaluate(COVERED) == 0
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_phone_shows_that_there_is_more(server: str, visit: Open, page: str) -> None:
-    opened = visit(f"{server}/{page}", phone=True)
-    opened.wait_for_load_state("networkidle")
-    opened.evaluate(UNFOLD)
-    opened.wait_for_timeout(500)  # the sizes are observed
-    for wide, fades, more, text in opened.evaluate(SCROLLS):
-        assert fades == wide, text
-        assert more == ("right" if wide else ""), text
-    assert opened.evaluate(COVERED) == 0
 
 
 def test_the_edge_that_fades_is_where_there_is_more(server: str, visit: Open) -> None:

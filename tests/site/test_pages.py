@@ -5,11 +5,31 @@ import re
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import PAGES, SITE, Open
-from playwright.sync_api import Page
+from playwright.sync_api import Page, expect
 
 WIDER_THAN_THE_SCREEN = """() => [...document.querySelectorAll("main *")]
     .filter(element => element.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
     .map(element => element.outerHTML.slice(0, 150)).slice(0, 5)"""
+
+CUT_OFF = """() => [...document.querySelectorAll("article pre > code")]
+    .filter(code => code.scrollWidth > code.clientWidth)
+    .map(code => code.innerText.split("\\n").sort((one, other) => other.length - one.length)[0])"""
+
+COVERED = """() => [...document.querySelectorAll(".md-code__button")].filter(button => {
+    const code = button.closest("pre").querySelector("code").getBoundingClientRect()
+    return button.getBoundingClientRect().left < code.right - 1
+}).length"""
+
+UNFOLD = "() => document.querySelectorAll('details').forEach(folded => { folded.open = true })"
+
+SCROLLS = """() => {
+    const all = [...document.querySelectorAll("article pre > code, article .md-typeset__scrollwrap")]
+    return all.map(element => {
+        const wide = element.scrollWidth > element.clientWidth + 1
+        const fades = getComputedStyle(element).maskImage !== "none"
+        return [wide, fades, element.dataset.more ?? "", element.innerText.slice(0, 60)]
+    })
+}"""
 
 # Tokens of code look alike if they have the same class, and axe takes most of its time for their contrast: one of each.
 UNMARK_REPEATED_TOKENS = """() => {
@@ -33,11 +53,19 @@ def test_what_a_page_includes_is_there(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_page_fits_a_phone(server: str, visit: Open, page: str) -> None:
+def test_page_on_a_phone(server: str, visit: Open, page: str) -> None:
+    """It fits, and where code or a table scrolls, one sees that there is more."""
     opened = visit(f"{server}/{page}", phone=True)
+    opened.wait_for_load_state("networkidle")
     scroll, client = opened.evaluate("[document.scrollingElement.scrollWidth, document.scrollingElement.clientWidth]")
     assert scroll <= client, opened.evaluate(WIDER_THAN_THE_SCREEN)
     assert not violations(opened, runOnly=["scrollable-region-focusable"])
+    opened.evaluate(UNFOLD)
+    opened.wait_for_timeout(500)  # the sizes are observed
+    for wide, fades, more, text in opened.evaluate(SCROLLS):
+        assert fades == wide, text
+        assert more == ("right" if wide else ""), text
+    assert opened.evaluate(COVERED) == 0
 
 
 def test_words_of_charts_are_not_cut_on_a_phone(server: str, visit: Open) -> None:
@@ -48,11 +76,19 @@ def test_words_of_charts_are_not_cut_on_a_phone(server: str, visit: Open) -> Non
     assert not opened.evaluate(cut)
 
 
-@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("page", PAGES)
-def test_page_is_accessible(server: str, visit: Open, page: str, dark: bool) -> None:
-    opened = visit(f"{server}/{page}", dark=dark)
-    assert opened.locator("body").get_attribute("data-md-color-scheme") == ("slate" if dark else "default")
+def test_page_on_a_desktop(server: str, visit: Open, page: str) -> None:
+    """Lines of code are whole, and everybody can read it, in both colours."""
+    opened = visit(f"{server}/{page}")
+    opened.wait_for_load_state("networkidle")
+    opened.evaluate(UNFOLD)
+    assert opened.evaluate(CUT_OFF) == []
+    assert opened.evaluate(COVERED) == 0
+    body = opened.locator("body")
+    expect(body).to_have_attribute("data-md-color-scheme", "default")
+    assert not violations(opened)
+    opened.locator("form.md-header__option label:visible").click()
+    expect(body).to_have_attribute("data-md-color-scheme", "slate")
     assert not violations(opened)
 
 
