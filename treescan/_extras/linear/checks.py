@@ -73,34 +73,20 @@ def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: b
     both += " (with the steps in front)" * time_axis
     if not a.ndim and not matrix:
         a = a.reshape((1,) * b.ndim)
-    missing, n = b.ndim + matrix - a.ndim, b.shape[-1] if b.ndim > 1 else "n"
-    ahead = ", ".join(["None"] * missing)
-    wide = (*a.shape[:-2], a.shape[-1]) if matrix else a.shape
-    for wrong, says, cure in (
-        (
-            missing > 0,
-            f"a has fewer axes than b{' and a matrix' * matrix}, so it is not clear which axis has the steps.",
-            f"If it has an entry for each step, write `{factor.path}[:, {ahead}]`. If it is the same in all steps, "
-            f"write `{factor.path}[{ahead}]`.",
-        ),
-        (
-            missing < 0,
-            "a has more axes than b.",
-            "Drop axes of a." if matrix or missing < -1 else "For matrices, `[T, ..., n, n]`, pass `matrix=True`.",
-        ),
-        (
-            matrix and (b.ndim < 2 or a.shape[-2:] != (n, n)),
-            f"With `matrix=True`, the last two axes of a must be [{n}, {n}].",
-            f"The states of b are vectors, [T, ..., {n}], and a must hold a square matrix for each.",
-        ),
-        (
-            any(own not in (1, size) for own, size in zip(wide, b.shape, strict=False)),
-            "a does not broadcast to b.",
-            "Each axis of a must be of size 1 or of the size that b has there.",
-        ),
-    ):
-        if wrong:
-            raise Misuse(f"{{call}}: {both}. {says}", cure)
+    shape = (*b.shape, b.shape[-1]) if matrix else b.shape
+    inner = a.shape[-2:] == shape[-2:] and b.ndim > 1 if matrix else True
+    if a.ndim != len(shape) or not inner or any(own not in (1, n) for own, n in zip(a.shape, shape, strict=True)):
+        ahead = ", ".join(["None"] * (len(shape) - a.ndim))
+        raise Misuse(
+            f"{{call}}: {both}. a must be of shape {list(shape)}. Any axis{' before the last two' * matrix} may be 1.",
+            *[
+                f"If a has an entry for each step, write `{factor.path}[:, {ahead}]`. If it is the same in all steps, "
+                f"write `{factor.path}[{ahead}]`."
+            ]
+            * bool(ahead),
+            *["For matrices, `[T, ..., n, n]`, pass `matrix=True`."] * (not matrix and a.ndim == b.ndim + 1),
+            *["With `matrix=True`, b holds vectors, `[T, ..., n]`."] * matrix,
+        )
     dtype = promoted(a, b, jnp.float32)
     if jnp.iscomplexobj(a) and not jnp.iscomplexobj(b):
         raise TypeMisuse(
