@@ -54,6 +54,7 @@ from .._trace.hoist import (
     smooth_part,
     typed_like,
 )
+from .._trace.rules import with_rule
 from .._trace.transposed import mapped_later, push_plainly
 from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of
 
@@ -266,9 +267,7 @@ def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], li
             whole = functools.partial(_forward, apart, split)
             return push_plainly(whole, *primals, *tangents, branches=has_branches(split.derivative.rest))
 
-    function = jax.custom_jvp(functools.partial(_forward, loop, split))
-    function.defjvp(rule, symbolic_zeros=True)
-    return function(given)
+    return with_rule(functools.partial(_forward, loop, split), rule)(given)
 
 
 def _forward(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:

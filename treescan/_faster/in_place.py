@@ -26,6 +26,7 @@ from .._remat.checkpoint import is_remat3
 from .._rows.axes import without_arrays
 from .._rows.mask import masked_step, without_pairs
 from .._trace.hoist import Unproven
+from .._trace.rules import with_rule
 from .._trace.transposed import push_plainly
 from .._transforms.plan import plan
 from .products import has_large_products
@@ -98,9 +99,7 @@ class InPlace:
 
             return push_plainly(stack, *primals, *tangents, branches=loop.hoisted.branches)
 
-        function = jax.custom_jvp(lambda given: self._run(given.put_into(loop), levels[0].size))
-        function.defjvp(rule, symbolic_zeros=True)
-        return function(given)
+        return with_rule(lambda given: self._run(given.put_into(loop), levels[0].size), rule)(given)
 
     def _run(self, loop: Loop, size: int) -> Result:
         if self.own_values and len(self.tiers) == 1:

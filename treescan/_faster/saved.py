@@ -36,6 +36,7 @@ from .._rows.leaves import SCHEDULE, Schedule
 from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from .._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
+from .._trace.rules import with_rule
 from .._trace.transposed import push_plainly, with_transpose
 from .._tree import Part, merge, split
 from .writing import Result, write_chunks
@@ -299,7 +300,6 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         xs = SCHEDULE.put(fed, schedule)
         return dataclasses.replace(bare, step=record, consts=consts, state=state, xs=xs)
 
-    @jax.custom_jvp
     def saving(consts: Any, state: Arrays, fed: Feed, outputs: Arrays, schedule: Schedule) -> Result:
         return write_chunks(recording(consts, state, fed, schedule), size, outputs)
 
@@ -312,10 +312,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
 
         return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
-    saving.defjvp(rule, symbolic_zeros=True)
-
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
-    leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
+    leaves, written = with_rule(saving, rule)(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
     state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
     going_in, fed_leaves = _going_in(given, found, part, d_on), jax.tree.leaves(fed)
     read = written[count:], [fed_leaves[place] for place in found.fed]

@@ -15,7 +15,6 @@ Saved steps write their transpose themselves. Steps that branch have that of JAX
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ import numpy as np
 
 from .._avals import PyTree, varying_axes
 from .hoist import fill_in, nonzero_part, smooth_part, zeros_like
+from .rules import total_of
 
 Given = TypeVar("Given")
 Out = TypeVar("Out")
@@ -64,8 +64,8 @@ def _tied(tree: Any) -> Any:
     JAX transposes a solution only if all of the right side has a tangent. XLA removes what this adds.
     """
     leaves, structure = jax.tree.flatten(tree)
-    true = np.ones((), np.bool_)
-    total = functools.reduce(jax.lax.add, [jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves])
+    true, total = np.ones((), np.bool_), total_of(leaves)
+    assert total is not None
     return jax.tree.unflatten(
         structure,
         [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],

@@ -31,29 +31,28 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     """
     if not (loop.wishes or loop.keeps):
         return loop, ()
-    outer = _only([wish for wish in loop.wishes if wish.outside])
-    slotted = _only([wish for wish in loop.wishes if wish.slots and not wish.outside])
-    others = [wish for wish in loop.wishes if not (wish.slots or wish.outside)]
+    others, slotted, outer = list[Wish](), None, None
+    for wish in loop.wishes:
+        if wish.outside:
+            assert outer is None
+            outer = wish
+        elif wish.slots:
+            assert slotted is None
+            slotted = wish
+        else:
+            others.append(wish)
     places = _places(loop, slotted, others)
     if outer is not None:
         places = _with_outer(loop, places, slotted, others, outer)
     levels = list[Level]()
     for size, wishes in sorted(places.items(), key=operator.itemgetter(0)):
         level = Level(size)
-        for put, slots in [(wish.put, wish.slots) for wish in wishes]:
-            if put is not None:
-                loop, around = put(loop, size)
-                level = level.inside(around, slots)
+        for wish in wishes:
+            if wish.put is not None:
+                loop, around = wish.put(loop, size)
+                level = level.inside(around, wish.slots)
         levels.append(level)
     return loop, tuple(levels)
-
-
-def _only(wishes: list[Wish]) -> Wish | None:
-    """The wish of a kind of which there is one at most."""
-    if not wishes:
-        return None
-    (wish,) = wishes
-    return wish
 
 
 def _places(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> Places:

@@ -17,6 +17,7 @@ from .._loop.loop import Loop, Step, within
 from .._loop.sizes import Around
 from .._rows.mask import masked_step
 from .._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
+from .._trace.rules import with_rule
 from .condition import Condition
 from .early_exit import (
     Chunks,
@@ -207,20 +208,16 @@ class EarlyExit:
         """The function from operands to (progress, ys). A derivative is taken of the same that saves its chunks."""
         if not is_rewriting():
             return self._all_steps
-        saving = jax.custom_jvp(self._saving)
-        primal = jax.custom_jvp(self._primal)
 
         def saving_rule(primals: Any, tangents: Any) -> tuple[Saved, Saved]:
-            saved = saving(*primals)
+            saved = with_rule(self._saving, saving_rule)(*primals)
             return saved, self._push_forward(saved, *primals, *tangents)
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             saved, pushed = saving_rule(primals, tangents)
             return saved[:2], pushed[:2]
 
-        saving.defjvp(saving_rule, symbolic_zeros=True)
-        primal.defjvp(primal_rule, symbolic_zeros=True)
-        return primal
+        return with_rule(self._primal, primal_rule)
 
     def _push_forward(self, saved: Saved, given: Operands, d_given: Operands) -> Saved:
         """The tangents of what `_saving` returns."""

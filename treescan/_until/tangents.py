@@ -36,6 +36,7 @@ from .._rows.leaves import ORDER, make_schedule, mask_of_lengths, most_of_all, m
 from .._rows.mask import masked_step
 from .._trace.hoist import instantiated, is_rewriting, smooth_part, zeros_like
 from .._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
+from .._trace.rules import with_rule
 from .._trace.transposed import mapped_later
 from .._tree import Part
 from .._types import Remat
@@ -142,8 +143,7 @@ class TangentOfChunk:
             run_branch = _recomputed(functools.partial(self._choose, impls))
             return linear(*primals), run_branch(chunk.branch, bits)
 
-        linear = jax.custom_jvp(nothing)
-        linear.defjvp(rule, symbolic_zeros=True)
+        linear = with_rule(nothing, rule)
         return linear
 
     def _choose(self, keys: Impls, branch: Array, bits: Any) -> tuple[list[Array], list[Array]]:

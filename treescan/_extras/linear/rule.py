@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ..._avals import Array
+from ..._trace.rules import with_rule
 from ..._types import Remat
 from .methods import driven, over_steps, shifted, solve
 from .step import Given, How, but, like_step, linear_step, step
@@ -39,11 +40,11 @@ def _filled(x: Given, hs: Array, fill: Any) -> Array:
     return hs if x.fill is None else but(x.valid, hs, fill)
 
 
-recurrence = jax.custom_jvp(run, nondiff_argnums=(0,))
-"""`run`, with the rule."""
+def recurrence(how: How, x: Given) -> tuple[Array, Array]:
+    """`run`, with the rule."""
+    return with_rule(functools.partial(run, how), functools.partial(_rule, how))(x)
 
 
-@functools.partial(recurrence.defjvp, symbolic_zeros=True)
 def _rule(how: How, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Any, Any]:
     (x,), (dx,) = primals, tangents
     last, hs = recurrence(how, x._replace(fill=None))  # of padding too, as the step after a gap reads it

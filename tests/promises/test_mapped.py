@@ -1,0 +1,122 @@
+"""`grad` of `vmap` of `jit`, where only one argument is mapped: the sum of what each element gives alone.
+
+JAX asks a staged function alone, and not the rule for its derivative, which of its results are mapped, and where; see
+`_trace/rules.py`. So here are results that do not depend on what is mapped, and results that are handed on.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treescan
+
+T, B, D, COUNT = 48, 4, 8, 3
+RNG = np.random.default_rng(0)
+
+
+def numbers(*shape):
+    return jnp.asarray(0.5 * RNG.normal(size=shape), jnp.float32)
+
+
+W, H0, XS = numbers(COUNT, D, D), numbers(COUNT, B, D), numbers(COUNT, T, B, D)
+LENGTHS, RESETS = jnp.array([T, 3, 20, 0]), jnp.asarray(RNG.random((T, B)) < 0.1)
+
+
+def apart(w, carry, x):
+    """The second leaf depends on no weights, the last output is x, handed on."""
+    h, m = carry
+    h, m = jnp.tanh(h @ w + x), 0.9 * m + 0.1 * x
+    return (h, m), (h * m, m, x)
+
+
+def decided(w, carry, x):
+    h, m = carry
+    h = jax.lax.cond(m.sum() > 0, lambda h: jnp.tanh(h @ w), lambda h: jnp.sin(h @ w.T), h) + x
+    return (h, 0.9 * m + 0.1 * x), (h, m, x)
+
+
+def elementwise(w, carry, x):
+    h, m = carry
+    return (jnp.tanh(w[:1] * h + x), 0.9 * m + 0.1 * x), (h, m, x)
+
+
+def scan(body, h, xs, **options):
+    return treescan.scan(body, (h, h), xs, **options)
+
+
+def mask_scan(body, h, xs, **options):
+    return treescan.mask_scan(body, (h, h), xs, **{"lengths": LENGTHS} | options)
+
+
+def while_scan(body, h, xs, **options):
+    return treescan.while_scan(lambda carry: jnp.abs(carry[1]).max() < 4.0, body, (h, h), xs, **options)[:2]
+
+
+def rows_while_scan(body, h, xs, **options):
+    return treescan.while_scan(lambda carry: jnp.abs(carry[1][:, 0]) < 0.7, body, (h, h), xs, **options)[:2]
+
+
+def linear(body, h, xs, **options):
+    del body
+    return treescan.linear_scan(jnp.tanh(xs), xs * 0.5, h, **options)
+
+
+def linear_of_h(body, h, xs, **options):
+    """Only what is added depends on xs."""
+    del body
+    return treescan.linear_scan(0.5, xs, h, **options)
+
+
+def flagged(body, h, xs, **options):
+    return treescan.mask_scan(body, (h, h), xs, resets=RESETS, **options)
+
+
+CASES = [
+    *((scan, options) for options in ({"remat": "auto"}, {"remat": "nested"}, {"remat": treescan.Remat(chunk=8)})),
+    (scan, {"remat": treescan.Remat("everything_saveable", chunk=8)}),
+    (scan, {"save": 4, "remat": "auto"}),
+    *((mask_scan, options) for options in ({}, {"chunk": 8}, {"compact": True}, {"remat": "step"}, {"fill": "hold"})),
+    *((mask_scan, options) for options in ({"save": "last"}, {"reverse": True}, {"save": 4}, {"resets": RESETS})),
+    *((flagged, options) for options in ({}, {"chunk": 8}, {"reset_to": 0.5})),
+    *((run, options) for run in (while_scan, rows_while_scan) for options in ({}, {"remat": "step"})),
+]
+LINEAR = [
+    (run, {"lengths": LENGTHS, **options})
+    for run in (linear, linear_of_h)
+    for options in ({}, {"fill": "hold"}, {"method": "chunked"}, {"method": "parallel", "reverse": True})
+]
+EVERY = [
+    *((body, *case) for body in (apart, decided, elementwise) for case in CASES),
+    *((apart, *case) for case in LINEAR),
+]
+EVERYDAY = {(apart, mask_scan, "{}"), (decided, mask_scan, "{'chunk': 8}"), (apart, scan, "{'remat': 'auto'}")}
+
+
+@pytest.mark.parametrize(
+    ("body", "run", "options"),
+    [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}"[:90], marks=marks)
+        for i, case in enumerate(EVERY)
+        for marks in [() if (*case[:2], str(case[2])) in EVERYDAY or i % 9 == 0 else pytest.mark.slow]
+    ],
+)
+def test_a_gradient_of_a_map_over_one_argument(body, run, options):
+    def loss(w, h, xs):
+        leaves = jax.tree.leaves(run(functools.partial(body, w), h, xs, **options))
+        weights = [jnp.arange(1.0, leaf.size + 1).reshape(leaf.shape) / leaf.size for leaf in leaves]
+        return sum(jnp.sum(leaf * own) for leaf, own in zip(leaves, weights, strict=True))
+
+    alone = jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    for mapped in range(3):
+        args = [one if i == mapped else one[0] for i, one in enumerate((W, H0, XS))]
+        axes = tuple(0 if i == mapped else None for i in range(3))
+        each = [alone(*(arg[i] if arg is args[mapped] else arg for arg in args)) for i in range(COUNT)]
+        value, gradients = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
+        gradients = tuple(one if i == mapped else one.sum(0) for i, one in enumerate(gradients))
+        over = jax.vmap(jax.jit(loss), axes)
+        got = jax.jit(jax.value_and_grad(lambda *args, over=over: jnp.sum(over(*args)), (0, 1, 2)))(*args)
+        chex.assert_trees_all_close(got, (value.sum(), gradients), rtol=2e-4, atol=2e-4)
