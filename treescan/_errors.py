@@ -260,13 +260,7 @@ def expect(
         raise Fault(error, f"{{call}}: `{name}` must be {kind}, got {describe_traced(given)}.", *cures)
 
 
-def expect_one_of(
-    given: Any,
-    name: str,
-    allowed: Sequence[str | bool | None],
-    *cures: str,
-    error: type[TreescanError] = ArgumentTypeError,
-) -> None:
+def expect_one_of(given: Any, name: str, allowed: Sequence[Any], *cures: str, error: Any = ArgumentTypeError) -> None:
     """Refuses an argument that is none of those that are allowed; see `expect`."""
     *most, last = [f'"{each}"' if isinstance(each, str) else str(each) for each in allowed]
     known = isinstance(given, str | bool | None) and given in allowed

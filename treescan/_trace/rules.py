@@ -32,11 +32,11 @@ def with_rule(function: Callable[..., Any], rule: Callable[[Any, Any], tuple[Any
     """
 
     def results(*given: Any) -> Any:
-        depend = _Depending(given)
+        depend = Depending(given)
         return jax.tree.map(depend.value, function(*given))
 
     def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        depend = _Depending(primals)
+        depend = Depending(primals)
         out, d_out = rule(primals, tangents)
         return jax.tree.map(depend.value, out), jax.tree.map(depend.tangent, d_out)
 
@@ -45,13 +45,13 @@ def with_rule(function: Callable[..., Any], rule: Callable[[Any, Any], tuple[Any
     return ruled
 
 
-class _Depending:
+class Depending:
     """Makes values depend on all arrays of a tree that vary over no other manual axes than they do."""
 
     def __init__(self, given: PyTree) -> None:
         self._leaves = jax.tree.leaves(given)
         self._is_manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-        self._all = None if self._is_manual else total_of(self._leaves)
+        self._all = None if self._is_manual else _total_of(self._leaves)
 
     def value(self, leaf: Array) -> Array:
         """The value itself, of any type: a selection among two that are the same."""
@@ -70,10 +70,10 @@ class _Depending:
 
     def _total(self, leaf: Array) -> Array | None:
         axes = varying_axes(jax.typeof(leaf))
-        return total_of([each for each in self._leaves if varying_axes(jax.typeof(each)) <= axes])
+        return _total_of([each for each in self._leaves if varying_axes(jax.typeof(each)) <= axes])
 
 
-def total_of(leaves: list[Any]) -> Array | None:
+def _total_of(leaves: list[Any]) -> Array | None:
     """A number, float32, that depends on each of some arrays; None: there are none."""
     key = jax.dtypes.prng_key
     sums = [

@@ -19,12 +19,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from .._avals import PyTree, varying_axes
 from .hoist import fill_in, nonzero_part, smooth_part, zeros_like
-from .rules import total_of
+from .rules import Depending
 
 Given = TypeVar("Given")
 Out = TypeVar("Out")
@@ -63,13 +61,7 @@ def _tied(tree: Any) -> Any:
 
     JAX transposes a solution only if all of the right side has a tangent. XLA removes what this adds.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    true, total = np.ones((), np.bool_), total_of(leaves)
-    assert total is not None
-    return jax.tree.unflatten(
-        structure,
-        [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
-    )
+    return jax.tree.map(Depending(tree).tangent, tree)
 
 
 def mapped_later(push: Callable[..., Out], *given: Any) -> Out:
