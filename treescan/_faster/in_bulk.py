@@ -178,7 +178,8 @@ class Arguments(NamedTuple):
 class Forward:
     """A step without the products that were computed before.
 
-    Its consts are (reads, these products `[C, ...]`), its x (place, fed).
+    Its consts are (reads, these products `[C, ...]`), its x (place, fed): the loop that writes in place tells its steps
+    their place, and feeds them nothing more.
     """
 
     split: Split

@@ -66,6 +66,7 @@ def _places(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> Places:
     # Chunks of one step, or of all steps, whose number may be symbolic, cut nothing.
     cuts = slotted.size not in (loop.length, 1)
     sizes = _sizes(loop, slotted if cuts else None, others)
+    # Nearest may be the whole loop: in far smaller chunks than it asks for, it would branch more often than it skips.
     size = _nearest((*sizes, loop.length), slotted.size) if cuts else slotted.size
     return _nearest_places([other for other in sizes if other != size], others) | {size: [slotted]}
 
@@ -92,7 +93,7 @@ def _with_outer(loop: Loop, places: Places, slotted: Wish | None, others: Sequen
     if large:
         return together | {min(large): [*together[min(large)], outer]}
     # Its size was rounded down: then it takes the next multiple of the largest size of the others.
-    largest = max((size for size in places if size < loop.length), default=1)
+    largest = max((size for size, wishes in places.items() if wishes or size < loop.length), default=1)
     size = -(-outer.size // largest) * largest
     return places | {size: [*places.get(size, ()), outer]}
 
