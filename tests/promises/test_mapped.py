@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 import treescan
 
@@ -120,3 +121,26 @@ def test_a_gradient_of_a_map_over_one_argument(body, run, options):
         over = jax.vmap(jax.jit(loss), axes)
         got = jax.jit(jax.value_and_grad(lambda *args, over=over: jnp.sum(over(*args)), (0, 1, 2)))(*args)
         chex.assert_trees_all_close(got, (value.sum(), gradients), rtol=2e-4, atol=2e-4)
+
+
+PADDED = jnp.where((jnp.arange(T)[:, None] < LENGTHS[None])[..., None], XS[0], jnp.nan)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 8}, {"remat": "step"}], ids=str)
+def test_what_results_depend_on_is_no_alarm_about_padding(options):
+    def loss(xs):
+        (h, m), ys = mask_scan(functools.partial(apart, W[0]), H0[0], xs, **options)
+        return jnp.sum(h) + jnp.sum(m) + jnp.sum(ys[0])
+
+    error, _ = checkify.checkify(jax.jit(jax.grad(loss)), errors=checkify.float_checks)(PADDED)
+    assert error.get() is None
+
+
+@pytest.mark.parametrize("method", ["sequential", "parallel"])
+def test_debug_nans_does_not_see_padding(method):
+    def loss(xs):
+        return treescan.linear_scan(0.5, xs, lengths=LENGTHS, method=method)[1].sum()
+
+    with jax.debug_nans(True):
+        gradient = jax.grad(loss)(PADDED)
+    assert jnp.isfinite(gradient).all()

@@ -32,11 +32,11 @@ def with_rule(function: Callable[..., Any], rule: Callable[[Any, Any], tuple[Any
     """
 
     def results(*given: Any) -> Any:
-        depend = Depending(given)
+        depend = _Depending(given)
         return jax.tree.map(depend.value, function(*given))
 
     def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        depend = Depending(primals)
+        depend = _Depending(primals)
         out, d_out = rule(primals, tangents)
         return jax.tree.map(depend.value, out), jax.tree.map(depend.tangent, d_out)
 
@@ -45,39 +45,38 @@ def with_rule(function: Callable[..., Any], rule: Callable[[Any, Any], tuple[Any
     return ruled
 
 
-class Depending:
+class _Depending:
     """Makes values depend on all arrays of a tree that vary over no other manual axes than they do."""
 
     def __init__(self, given: PyTree) -> None:
         self._leaves = jax.tree.leaves(given)
         self._is_manual = AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types
-        self._all = None if self._is_manual else _total_of(self._leaves)
+        self._of_all = None if self._is_manual else _flag_of(self._leaves)
 
     def value(self, leaf: Array) -> Array:
         """The value itself, of any type: a selection among two that are the same."""
-        total = self._total(leaf) if self._is_manual else self._all
-        return leaf if total is None else jax.lax.select_n(jax.lax.eq(total, total), leaf, leaf)
+        flag = self._flag(leaf) if self._is_manual else self._of_all
+        return leaf if flag is None else jax.lax.select_n(flag, leaf, leaf)
 
     def tangent(self, leaf: Array) -> Array:
         """The value itself, a tangent, whose transpose is itself too."""
         if not is_smooth(leaf):
             return leaf
-        total = self._total(leaf) if self._is_manual else self._all
-        if total is None:
+        flag = self._flag(leaf) if self._is_manual else self._of_all
+        if flag is None:
             return leaf
-        other = place_like(jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), jax.typeof(leaf))
+        other = place_like(jnp.broadcast_to(flag.astype(leaf.dtype), leaf.shape), jax.typeof(leaf))
         return jax.lax.select_n(np.ones((), np.bool_), other, leaf)
 
-    def _total(self, leaf: Array) -> Array | None:
+    def _flag(self, leaf: Array) -> Array | None:
         axes = varying_axes(jax.typeof(leaf))
-        return _total_of([each for each in self._leaves if varying_axes(jax.typeof(each)) <= axes])
+        return _flag_of([each for each in self._leaves if varying_axes(jax.typeof(each)) <= axes])
 
 
-def _total_of(leaves: list[Any]) -> Array | None:
-    """A number, float32, that depends on each of some arrays; None: there are none."""
-    key = jax.dtypes.prng_key
-    sums = [
-        jnp.real(jnp.sum(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, key) else leaf)).astype(jnp.float32)
-        for leaf in leaves
-    ]
-    return functools.reduce(jax.lax.add, sums) if sums else None
+def _flag_of(leaves: list[Any]) -> Array | None:
+    """A bool that depends on each of some arrays; None: there are none.
+
+    No sum: of padding, that could be NaN, which `checkify` and `jax_debug_nans` would report.
+    """
+    flags = [jnp.any(jax.lax.eq(leaf, leaf)) for leaf in leaves]
+    return functools.reduce(jax.lax.bitwise_or, flags) if flags else None
