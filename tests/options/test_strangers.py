@@ -148,6 +148,26 @@ def test_an_option_feeds_steps_and_returns_more(options):
         assert_close(got, verb(by_hand, H0, XS * factors, **plain)[kept])
 
 
+class Idle(Louder):
+    """Feeds what nothing reads."""
+
+    def __call__(self, step, consts, state, feed):
+        return step(consts, state, feed)
+
+
+@pytest.mark.parametrize("verb", [mask_scan, while_scan])
+def test_a_body_that_reads_which_rows_are_valid_does_so_beside_a_slot(verb):
+    """Rows meet in such a body: were padding not hidden from it, all of them would be NaN."""
+
+    def body(h, x, *, valid):
+        most = jnp.max(jnp.where(valid[:, None], 0.0, -1e9) + x, axis=0, keepdims=True)
+        return h + most, h * most
+
+    xs = jnp.where((jnp.arange(T)[:, None] < LENGTHS[None])[..., None], XS, jnp.nan) if verb is mask_scan else XS
+    assert_close(verb(body, H0, xs, options=[Idle()]), verb(body, H0, xs))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(verb(body, H0, xs)))
+
+
 def test_the_first_option_is_the_innermost_and_a_program_is_compiled_once():
     traces = []
 

@@ -45,20 +45,24 @@ def elementwise(w, carry, x):
     return (jnp.tanh(w[:1] * h + x), 0.9 * m + 0.1 * x), (h, m, x)
 
 
+def both(h):
+    return h if isinstance(h, tuple) else (h, h)
+
+
 def scan(body, h, xs, **options):
-    return treescan.scan(body, (h, h), xs, **options)
+    return treescan.scan(body, both(h), xs, **options)
 
 
 def mask_scan(body, h, xs, **options):
-    return treescan.mask_scan(body, (h, h), xs, **{"lengths": LENGTHS} | options)
+    return treescan.mask_scan(body, both(h), xs, **{"lengths": LENGTHS} | options)
 
 
 def while_scan(body, h, xs, **options):
-    return treescan.while_scan(lambda carry: jnp.abs(carry[1]).max() < 4.0, body, (h, h), xs, **options)[:2]
+    return treescan.while_scan(lambda carry: jnp.abs(carry[1]).max() < 4.0, body, both(h), xs, **options)[:2]
 
 
 def rows_while_scan(body, h, xs, **options):
-    return treescan.while_scan(lambda carry: jnp.abs(carry[1][:, 0]) < 0.7, body, (h, h), xs, **options)[:2]
+    return treescan.while_scan(lambda carry: jnp.abs(carry[1][:, 0]) < 0.7, body, both(h), xs, **options)[:2]
 
 
 def linear(body, h, xs, **options):
@@ -73,7 +77,7 @@ def linear_of_h(body, h, xs, **options):
 
 
 def flagged(body, h, xs, **options):
-    return treescan.mask_scan(body, (h, h), xs, resets=RESETS, **options)
+    return treescan.mask_scan(body, both(h), xs, resets=RESETS, **options)
 
 
 CASES = [
@@ -121,6 +125,143 @@ def test_a_gradient_of_a_map_over_one_argument(body, run, options):
         over = jax.vmap(jax.jit(loss), axes)
         got = jax.jit(jax.value_and_grad(lambda *args, over=over: jnp.sum(over(*args)), (0, 1, 2)))(*args)
         chex.assert_trees_all_close(got, (value.sum(), gradients), rtol=2e-4, atol=2e-4)
+
+
+def place():
+    return 1.0 + jax.lax.axis_index("i").astype(jnp.float32)
+
+
+def placed(w, carry, x):
+    """The second leaf differs between elements of a map that maps no argument."""
+    h, m = carry
+    return (jnp.tanh(h @ w + x), 0.9 * m + 0.1 * x * place()), (h * m, m)
+
+
+def scattered(w, carry, x):
+    """As `placed`, by an operation that maps what is not mapped."""
+    h, m = carry
+    own = jax.lax.psum_scatter(jnp.arange(float(COUNT)), "i", tiled=False)
+    return (jnp.tanh(h @ w + x), 0.9 * m + 0.1 * x * own), (h * m, m)
+
+
+def decided_by_place(w, carry, x):
+    h, m = carry
+    return (jnp.tanh(h @ w + x), jax.lax.cond(place() > 1, jnp.sin, jnp.cos, m) + 0.1 * x), (h * m, m)
+
+
+def asked_of_h(body, h, xs, **options):
+    """The condition reads what no element has of its own."""
+    return treescan.while_scan(lambda carry: jnp.abs(carry[0]).max() < 9.0, body, both(h), xs, **options)[:2]
+
+
+def asked_by_place(body, h, xs, **options):
+    """The condition alone differs between elements."""
+
+    def goes_on(carry):
+        return jnp.abs(carry[1]).max() < 0.5 + 0.1 * place()
+
+    return treescan.while_scan(goes_on, body, both(h), xs, **options)[:2]
+
+
+PLACED = [
+    *(
+        (body, run, {})
+        for body in (placed, scattered, decided_by_place)
+        for run in (mask_scan, asked_of_h, rows_while_scan)
+    ),
+    *((placed, mask_scan, options) for options in ({"chunk": 8}, {"remat": "step"}, {"resets": RESETS})),
+    *((placed, scan, options) for options in ({"remat": "auto"}, {"remat": treescan.Remat(chunk=8)})),
+    (apart, asked_by_place, {}),
+]
+
+
+@pytest.mark.parametrize(
+    ("body", "run", "options"),
+    [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1].__name__}-{case[2]}"[:90], marks=marks)
+        for i, case in enumerate(PLACED)
+        for marks in [() if i in (0, 1, 3, len(PLACED) - 1) else pytest.mark.slow]
+    ],
+)
+@pytest.mark.parametrize("staged", [False, True], ids=["", "jit"])
+def test_a_gradient_of_a_map_that_maps_no_argument_of_the_loop(body, run, options, staged):
+    """Elements differ by where along a named axis they are."""
+    times = jnp.arange(1.0, COUNT + 1)
+
+    def loss(w, over):
+        def of_one(t):
+            call = functools.partial(run, functools.partial(body, w), H0[0], XS[0], **options)
+            (h, m), (y, *_) = (jax.jit(call) if staged else call)()
+            return t * (jnp.sum(h) + jnp.sum(m) + jnp.sum(jnp.sin(y)))
+
+        return jnp.sum(over(of_one))
+
+    def mapped(of_one):
+        return jax.vmap(of_one, axis_name="i")(times)
+
+    def plainly(of_one):
+        with treescan.rewriting(False):
+            return mapped(of_one)
+
+    got, want = (jax.value_and_grad(functools.partial(loss, over=over))(W[0]) for over in (mapped, plainly))
+    chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-4)
+
+
+MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
+SPECS = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, None, "d")
+
+
+def apart_from_x(w, carry, x):
+    """The second leaf reads no x: in a `shard_map` it does not vary as the first does."""
+    h, m = carry
+    return (jnp.tanh(h @ w + x), 0.9 * m), (h * 0.5, m)
+
+
+def decided_apart_from_x(w, carry, x):
+    h, m = carry
+    h = jax.lax.cond(w[0, 0] > 0, lambda h: jnp.tanh(h @ w + x), lambda h: jnp.sin(2 * h), h)
+    return (h, m * w[0, 0]), (h, m)
+
+
+ON_DEVICES = [
+    *((mask_scan, options) for options in ({}, {"chunk": 8})),
+    (asked_of_h, {}),
+    (rows_while_scan, {}),
+    (flagged, {}),
+    *((scan, options) for options in ({"remat": "auto"}, {"remat": "nested"})),
+]
+
+
+@pytest.mark.parametrize("body", [apart_from_x, decided_apart_from_x])
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        pytest.param(*case, id=f"{case[0].__name__}-{case[1]}", marks=() if i < 3 else pytest.mark.slow)
+        for i, case in enumerate(ON_DEVICES)
+    ],
+)
+@pytest.mark.parametrize("varies", [False, True], ids=["", "weights_vary"])
+@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "vmap"])
+def test_devices_of_which_not_all_values_vary(body, run, options, varies, mapped):
+    """In a `shard_map` of one device: the gradient is that without one."""
+
+    def loss(w, xs):
+        (h, m), ys = run(functools.partial(body, w), (xs[0] * 0.1, H0[0] + 0 * w[0, 0]), xs, **options)
+        return sum(map(jnp.sum, (h, m, *ys)))
+
+    def every(ws, xs):
+        if mapped:
+            return jnp.sum(jax.vmap(jax.jit(loss), (0, None))(ws, xs))
+        return loss(ws[0], xs)
+
+    def of_device(ws, xs):
+        ws = jax.lax.pcast(ws, "d", to="varying") if varies else ws
+        gradient = jax.grad(every)(ws, xs)
+        return jax.lax.psum(gradient, "d") if varies else gradient
+
+    ws, (replicated, split) = jnp.stack([W[0], -W[0]]), SPECS
+    sharded = jax.shard_map(of_device, mesh=MESH, in_specs=(replicated, split), out_specs=replicated)
+    chex.assert_trees_all_close(jax.jit(sharded)(ws, XS[0]), jax.grad(every)(ws, XS[0]), rtol=2e-4, atol=2e-4)
 
 
 PADDED = jnp.where((jnp.arange(T)[:, None] < LENGTHS[None])[..., None], XS[0], jnp.nan)

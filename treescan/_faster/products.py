@@ -25,6 +25,7 @@ from .._remat.checkpoint import is_decision
 from .._trace.dependence import dependent
 from .._trace.equations import (
     PRODUCTS,
+    branches_on_devices,
     called,
     equations_within,
     has_reverse_rule,
@@ -140,7 +141,8 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
     jaxpr = traced.jaxpr
-    if traced.effects or not _holds_products(jaxpr) or has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH):
+    left_alone = has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH) or branches_on_devices(jaxpr)
+    if traced.effects or not _holds_products(jaxpr) or left_alone:
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):
         traced = inlined(traced.jaxpr, traced.consts, list(itertools.chain(*groups)), _inlined)

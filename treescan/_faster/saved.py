@@ -33,6 +33,7 @@ from .._loop.feed import Feed
 from .._loop.loop import Loop, Step
 from .._remat.remat import saves_steps
 from .._rows.leaves import SCHEDULE, Schedule
+from .._rows.mask import without_pairs
 from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from .._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
@@ -313,7 +314,9 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
-    leaves, written = with_rule(saving, rule)(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
+    leaves, written = with_rule(saving, rule, loop.hoisted.axes, without_pairs)(
+        loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule
+    )
     state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
     going_in, fed_leaves = _going_in(given, found, part, d_on), jax.tree.leaves(fed)
     read = written[count:], [fed_leaves[place] for place in found.fed]

@@ -242,7 +242,7 @@ def masked_step(step: Step, **changes: bool) -> Step:
 
 
 def without_pairs(consts: PyTree) -> PyTree:
-    """The consts of a loop whose masked steps have no `stands_in`: these read no good pair."""
+    """A tree without good pairs: consts of steps that have no `stands_in`, or what the pairs are computed from."""
     is_pair = GoodPair.__instancecheck__  # without a frame of Python's for each node
     return jax.tree.map(lambda node: None if is_pair(node) else node, consts, is_leaf=is_pair)
 

@@ -14,7 +14,7 @@ from .._body.call import CallBody
 from .._errors import Cure, Fault, Misuse
 from .._loop.loop import Loop, innermost, is_untraced
 from .._loop.run import checks_key_reuse, debugs_nans
-from .._trace.equations import is_for_data_alone
+from .._trace.equations import is_for_data_alone, variables_of
 from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from .._transforms.axes import scan_over_axes
 from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
@@ -205,11 +205,11 @@ def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
     """The contract of `mask_scan`: whether padded rows see their own values where nothing is differentiated.
 
     Their results are discarded, and the body treats rows independently. So only a gradient could show what they saw.
-    Rows may meet where the body reads the mask, which is its last input, and in leaves that all of them share.
+    Rows may meet where the body reads the mask, and in leaves that all of them share.
     """
     jaxpr = hoisted.jaxpr
-    read = [atom for equation in jaxpr.eqns for atom in equation.invars]
-    may_meet = None in (*axes.state, *axes.x) or jaxpr.invars[-1] in read
+    read = {atom for equation in jaxpr.eqns for atom in variables_of(equation.invars)}
+    may_meet = None in (*axes.state, *axes.x) or hoisted.inputs.feed.valid in read
     return not (may_meet or is_for_data_alone(jaxpr) or hoisted.effects or hoisted.reverse_rule or debugs_nans())
 
 

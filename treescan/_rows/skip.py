@@ -146,7 +146,9 @@ class Skip(Transform):
                 refuse_symbolic(loop.length, option)
         trace, cut = loop.hoisted, chunk != 0 and isinstance(loop.length, int)
         size = min(chunk or _chunk_size(loop.length, tiers), loop.length) if cut else loop.length
-        may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
+        may_rule = is_rewriting() and not (
+            trace.effects or trace.refs or trace.reverse_rule or trace.branches_on_devices
+        )
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), put=schedule, slots=(SCHEDULE,)))
         if not may_rule:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._tree import merge
+from .._tree import split
 from .equations import alone, called_without_rule, inlined, loop_of, variables_of
 from .hoist import Hoisted, zeros_like
 
@@ -127,10 +127,11 @@ class StepProgram:
         traced = hoisted.traced
         (closed,) = traced.jaxprs.values()
         unchanged, inner = hoisted.loop.consts
-        known = [*jax.tree.leaves(inner), *merge(traced.fixed, unchanged, [None] * len(hoisted.loop.state))]
-        fed = len(closed.jaxpr.invars) - len(known)
-        varying = (*(False for _ in jax.tree.leaves(inner)), *(not fixed for fixed in traced.fixed), *(True,) * fed)
-        return cls(closed.jaxpr, list(closed.consts), [*known, *[None] * fed], varying)
+        inputs = hoisted.inputs
+        same = [*jax.tree.leaves(inputs.consts), *split(traced.fixed, inputs.state)[0]]
+        known = dict(zip(same, [*jax.tree.leaves(inner), *unchanged], strict=True))
+        given = [known.get(var) for var in closed.jaxpr.invars]
+        return cls(closed.jaxpr, list(closed.consts), given, tuple(hoisted.varying))
 
     def inlined(self) -> StepProgram:
         """The step with the equations of the functions that it calls in place of the calls."""

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
 
+from .._avals import varying_axes
+
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
 _FOR_DATA_ALONE = frozenset({"ffi_call", "pallas_call", "pure_callback", "while"})
 """Primitives that may fail on what is no data, or never end. Other callbacks are effects."""
+
+NAMED_AXIS = "NamedAxisEffect"
+"""That a program runs over a named axis counts as an effect for JAX."""
 
 PRODUCTS = frozenset({"dot_general"})
 """The products that may be computed for many steps at once. A convolution is slower so: measured, 2.1 times."""
@@ -149,6 +154,24 @@ def has_symbolic_zeros(jaxpr: Any) -> bool:
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return holds(jaxpr, _BRANCHES)
+
+
+def branches_on_devices(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr is a branch, and anything that it is given or returns varies over manual mesh axes.
+
+    JAX then has to differentiate it itself, after it was mapped: the function that it can be told the transpose of
+    (`_trace/transposed.py`) makes all that it reads vary, without regard to the types in what was traced.
+    """
+    variables = (*jaxpr.constvars, *jaxpr.invars, *variables_of(jaxpr.outvars))
+    return has_branches(jaxpr) and any(varying_axes(var.aval) for var in variables)
+
+
+def named_axes(jaxpr: Any) -> frozenset[Hashable]:
+    """The named axes along which what a jaxpr, open or closed, computes may differ, with nothing given that does.
+
+    Of the operations on a named axis, those that map an argument that is not mapped have this effect.
+    """
+    return frozenset(effect.name for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS)
 
 
 def is_for_data_alone(jaxpr: Any) -> bool:

@@ -33,11 +33,14 @@ from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_se
 from .._loop.turns import CarryState, share_traces
 from .._tree import Part, merge, split
 from .equations import (
+    NAMED_AXIS,
     PRODUCTS,
+    branches_on_devices,
     called_without_rule,
     has_branches,
     has_reverse_rule,
     holds,
+    named_axes,
     origins,
     with_jaxprs,
 )
@@ -72,8 +75,7 @@ def _silence_inner(eqn: Any) -> Any:
     return eqn.replace(params=params, effects=kept) if left else eqn
 
 
-_NAMED_AXIS = frozenset({"NamedAxisEffect"})
-"""That a program runs over a named axis counts as an effect for JAX."""
+_NAMED_AXIS = frozenset({NAMED_AXIS})
 
 _REPEATED = _NAMED_AXIS | {"DebugEffect", "OrderedDebugEffect", "ErrorEffect"}  # the last: checkify
 """JAX refuses all other effects under `jax.checkpoint`; it repeats those of `jax.debug`."""
@@ -175,6 +177,20 @@ class Untraced:
         return jax.tree.leaves(new), y
 
 
+class Inputs(NamedTuple):
+    """What a traced step is given, with the variables of its jaxpr in place of arrays.
+
+    Attributes:
+        consts: what all steps read.
+        state: the leaves of the whole state.
+        feed: what a step is fed.
+    """
+
+    consts: PyTree
+    state: list[Any]
+    feed: Feed
+
+
 class Hoisted(NamedTuple):
     """A loop whose state is the list of leaves that change, and what else its trace told.
 
@@ -191,7 +207,10 @@ class Hoisted(NamedTuple):
         reverse_rule: whether anything in it has a rule for reverse mode alone.
         branches: whether it branches.
         products: whether it multiplies matrices.
+        branches_on_devices: whether JAX alone may differentiate it; see the function of this name.
+        axes: the named axes that it reads.
         jaxpr: one step, open; None if nothing was traced.
+        inputs: the inputs of `jaxpr` by name.
     """
 
     loop: Loop
@@ -206,7 +225,10 @@ class Hoisted(NamedTuple):
     reverse_rule: bool = False
     branches: bool = False
     products: bool = False
+    branches_on_devices: bool = False
+    axes: frozenset[Hashable] = frozenset()
     jaxpr: Any = None
+    inputs: Inputs = Inputs(None, [], Feed(None))
 
     @property
     def traced(self) -> Traced:
@@ -238,30 +260,28 @@ class Hoisted(NamedTuple):
         unchanged, _ = self.loop.consts
         return merge(self.fixed, unchanged, self.loop.state)
 
-    def _step(self) -> tuple[Traced, int]:
-        """The step, and how many of the inputs of `jaxpr` are consts."""
-        (_, inner), step = self.loop.consts, self.loop.step
-        step, inner = (step.traced, inner[1]) if isinstance(step, Lifted) else (step, inner)
-        assert isinstance(step, Traced)
-        return step, len(jax.tree.leaves(inner))
-
     @property
     def returned(self) -> tuple[bool, ...]:
         """For each leaf of the state of before whether the step returns it as it is.
 
         Such a leaf stays in the state without rewriting, and if a call returns it, as of a body under `jax.jit`.
         """
-        step, first = self._step()
-        places = range(len(self.jaxpr.invars))
-        own, found = places[first:], origins(self.jaxpr, places, called_without_rule)
-        return tuple(a == b and not other for a, b, other in zip(own, found, step.changing, strict=False))
+        found = origins(self.jaxpr, self.jaxpr.invars, called_without_rule)
+        changing = self._traced.changing
+        return tuple(a is b and not other for a, b, other in zip(self.inputs.state, found, changing, strict=False))
 
     @property
     def varying(self) -> list[bool]:
-        """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
-        step, same = self._step()
-        fed = len(self.jaxpr.invars) - same - len(step.fixed)  # an option may have added to the state since
-        return [*[False] * same, *map(operator.not_, step.fixed), *[True] * fed]
+        """For each input of `jaxpr` whether steps differ in it."""
+        same = {*jax.tree.leaves(self.inputs.consts), *split(self._traced.fixed, self.inputs.state)[0]}
+        return [var not in same for var in self.jaxpr.invars]
+
+    @property
+    def _traced(self) -> Traced:
+        step = self.loop.step
+        step = step.traced if isinstance(step, Lifted) else step
+        assert isinstance(step, Traced)
+        return step
 
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
@@ -285,11 +305,12 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         with weak_types_settled():
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, feed))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
-    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
+    given, types = jax.tree.flatten(Inputs(loop.consts, leaves, feed))
+    inputs: Inputs = jax.tree.unflatten(types, jaxpr.jaxpr.invars)
+    fixed = _unchanged(jaxpr, inputs, changing)
     unchanged, state = split(fixed, leaves)
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
-    shapes = _shapes(jax.tree.leaves((loop.consts, leaves, feed)))
-    traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
+    traced = Traced({_shapes(given): jaxpr}, fixed, jax.tree.structure(y), changing)
     hoisted = loop.having(step=traced, consts=(unchanged, loop.consts), state=state, callee=loop.callee.apart())
     return Hoisted(
         hoisted,
@@ -304,7 +325,10 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
         products=holds(jaxpr.jaxpr, PRODUCTS),
+        branches_on_devices=branches_on_devices(jaxpr.jaxpr),
+        axes=named_axes(jaxpr),
         jaxpr=jaxpr.jaxpr,
+        inputs=inputs,
     )
 
 
@@ -321,10 +345,11 @@ def _hoist_turns(loop: Loop) -> Hoisted:
         tuple(one.y for one in each),
         list(itertools.chain(*(one.y_avals for one in each))),
         **{name: any(getattr(one, name) for one in each) for name in _FLAGS},
+        axes=frozenset[Hashable]().union(*(one.axes for one in each)),
     )
 
 
-_FLAGS = ("effects", "once_only", "refs", "writes", "reverse_rule", "branches", "products")
+_FLAGS = ("effects", "once_only", "refs", "writes", "reverse_rule", "branches", "products", "branches_on_devices")
 
 
 def _trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
@@ -413,6 +438,8 @@ def wrapped(loop: Loop, step_of: Callable[[Step], Step] | None = None) -> Loop:
         reverse_rule=hoisted.reverse_rule or has_reverse_rule(jaxpr.jaxpr),
         branches=hoisted.branches or has_branches(jaxpr.jaxpr),
         products=hoisted.products or holds(jaxpr.jaxpr, PRODUCTS),
+        branches_on_devices=hoisted.branches_on_devices or branches_on_devices(jaxpr.jaxpr),
+        axes=hoisted.axes | named_axes(jaxpr),
     )
     return loop.having(step=step, trace=hoisted)
 
@@ -489,10 +516,10 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
         y_shapes: the shapes that y must have then.
     """
     traced = hoisted.traced
-    consts = given[0]
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
-    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
+    inputs: Inputs = jax.tree.unflatten(jax.tree.structure(Inputs(*given)), jaxpr.jaxpr.invars)
+    fixed = _unchanged(jaxpr, inputs, traced.changing)
     now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
     found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
     if found != (traced.fixed, traced.y, before, y_shapes):
@@ -536,11 +563,10 @@ def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]
     return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
 
 
-def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which leaves of the state, which follow `first` others, come back in their own place and change nowhere else."""
-    given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
-    pairs = zip(given, returned, changing, strict=True)
-    may = is_rewriting()
+def _unchanged(jaxpr: Any, inputs: Inputs, changing: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which leaves of the state come back in their own place, and change nowhere else."""
+    returned, may = jaxpr.jaxpr.outvars[: len(inputs.state)], is_rewriting()
+    pairs = zip(inputs.state, returned, changing, strict=True)
     return tuple([may and a is b and not other for a, b, other in pairs])
 
 

@@ -15,16 +15,14 @@ Saved steps write their transpose themselves. Steps that branch have that of JAX
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from .._avals import PyTree, varying_axes
+from .._avals import PyTree
 from .hoist import fill_in, nonzero_part, smooth_part, zeros_like
+from .ties import tied
 
 Given = TypeVar("Given")
 Out = TypeVar("Out")
@@ -41,10 +39,10 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
     """
 
     def equation(both: tuple[Given, Out]) -> tuple[Given, Out]:
-        given, out = _tied(both)
+        given, out = tied(both)  # JAX transposes a solution only if all of the right side has a tangent
         # The tangent of a linear function is the function. JAX 0.8 transposes a loop only as such a tangent.
         _, pushed = jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))
-        return _tied((given, jax.tree.map(jax.lax.sub, out, pushed)))
+        return tied((given, jax.tree.map(jax.lax.sub, out, pushed)))
 
     def solve(_: Any, right: tuple[Given, Out]) -> tuple[Given, Out]:
         given, out = right
@@ -54,22 +52,8 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
         given, out = right
         return jax.tree.map(jax.lax.add, given, pull(out)), out
 
-    solution = jax.lax.custom_linear_solve(equation, _tied((given, like)), solve, solve_transposed)
-    return _tied(solution)[1]
-
-
-def _tied(tree: Any) -> Any:
-    """The tree itself, each leaf of which depends on every other one, so that none has a tangent of zero alone.
-
-    JAX transposes a solution only if all of the right side has a tangent. XLA removes what this adds.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    true = np.ones((), np.bool_)
-    total = functools.reduce(jax.lax.add, [jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves])
-    return jax.tree.unflatten(
-        structure,
-        [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
-    )
+    solution = jax.lax.custom_linear_solve(equation, tied((given, like)), solve, solve_transposed)
+    return tied(solution)[1]
 
 
 def mapped_later(push: Callable[..., Out], *given: Any) -> Out:
@@ -78,9 +62,9 @@ def mapped_later(push: Callable[..., Out], *given: Any) -> Out:
     `jax.vmap` turns a branch on a mapped index into a selection, and stops the gradient of all that a branch reads, for
     a derivative that is taken later. In a rule of `jax.custom_jvp` the derivative was taken before, and what a branch
     reads are tangents: JAX has no transpose of a stopped one, and fails. So it is transposed before anything is mapped.
+
+    Nothing may vary over the devices of a `shard_map`, see `branches_on_devices`.
     """
-    if any(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):  # devices of a shard_map, not elements
-        return push(*given)
     like = jax.tree.map(zeros_like, jax.eval_shape(push, *given))
 
     def pull(out: Out) -> tuple[Any, ...]:

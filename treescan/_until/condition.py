@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from .._errors import BodyFault, Fault, speaking_of
 from .._loop.loop import Body, Loop
 from .._loop.run import named_signature
 from .._rows.compact import failed_with_fewer_rows, take_rows
+from .._trace.equations import named_axes
 from .._tree import is_static, merge, thaw_static
 
 
@@ -170,6 +171,11 @@ class Condition:
     def closed(self) -> list[list[Any]]:
         """What each trace closes over."""
         return [list(jaxpr.consts) for jaxpr in self.jaxprs]
+
+    @property
+    def axes(self) -> frozenset[Hashable]:
+        """The named axes that it reads."""
+        return frozenset[Hashable]().union(*map(named_axes, self.jaxprs))
 
     def fitted(self, loop: Loop) -> Condition:
         """The condition, traced for what the trace of the loop made of the state, and for each number of rows."""

@@ -15,7 +15,7 @@ from .._loop.chunk import run_chunked
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step, within
 from .._loop.sizes import Around
-from .._rows.mask import masked_step
+from .._rows.mask import masked_step, without_pairs
 from .._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
 from .._trace.rules import with_rule
 from .condition import Condition
@@ -206,18 +206,19 @@ class EarlyExit:
 
     def differentiable(self) -> Any:
         """The function from operands to (progress, ys). A derivative is taken of the same that saves its chunks."""
-        if not is_rewriting():
+        if not is_rewriting() or self.hoisted.branches_on_devices:
             return self._all_steps
+        axes = self.hoisted.axes | self.condition.axes
 
         def saving_rule(primals: Any, tangents: Any) -> tuple[Saved, Saved]:
-            saved = with_rule(self._saving, saving_rule)(*primals)
+            saved = with_rule(self._saving, saving_rule, axes, without_pairs)(*primals)
             return saved, self._push_forward(saved, *primals, *tangents)
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             saved, pushed = saving_rule(primals, tangents)
             return saved[:2], pushed[:2]
 
-        return with_rule(self._primal, primal_rule)
+        return with_rule(self._primal, primal_rule, axes, without_pairs)
 
     def _push_forward(self, saved: Saved, given: Operands, d_given: Operands) -> Saved:
         """The tangents of what `_saving` returns."""
@@ -237,6 +238,7 @@ class EarlyExit:
             self.chunks.size,
             ways_of(loop, taken, self.outputs, self.chunks, branches=self.branches, rules=rules),
             branches=self.hoisted.branches,
+            axes=self.hoisted.axes,
         )
         progress = Progress(no_tangent(saved.progress.holds), no_tangent(taken), [])
         return Saved(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,6 +111,7 @@ class TangentOfChunk:
         y: the same.
         outputs: the types of y.
         size: the steps of a chunk.
+        axes: the named axes that the body reads.
     """
 
     runners: tuple[Step, ...]
@@ -120,6 +121,7 @@ class TangentOfChunk:
     y: Part
     outputs: StepOutputs
     size: int
+    axes: frozenset[Hashable]
 
     def __call__(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
         chunk: _Chunk = feed.x
@@ -143,7 +145,7 @@ class TangentOfChunk:
             run_branch = _recomputed(functools.partial(self._choose, impls))
             return linear(*primals), run_branch(chunk.branch, bits)
 
-        linear = with_rule(nothing, rule)
+        linear = with_rule(nothing, rule, self.axes)
         return linear
 
     def _choose(self, keys: Impls, branch: Array, bits: Any) -> tuple[list[Array], list[Array]]:
@@ -197,6 +199,7 @@ def push_forward(
     ways: Ways,
     *,
     branches: bool,
+    axes: Collection[Hashable],
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """The tangents of the last state, of ys, and of the state at the start of each chunk, of leaves that have any.
 
@@ -209,6 +212,7 @@ def push_forward(
         size: the steps of a chunk.
         ways: how the chunks are computed again.
         branches: whether the body branches.
+        axes: the named axes that it reads.
     """
     consts_part, x_part = parts
     step = TangentOfChunk(
@@ -219,6 +223,7 @@ def push_forward(
         y=Part(None, tuple(bool(jnp.issubdtype(aval.dtype, jnp.inexact)) for aval in outputs.avals)),
         outputs=outputs,
         size=size,
+        axes=frozenset(axes),
     )
     on, off = x_part.split(loop.xs)
     grouped = [group(leaf, size) for leaf in on], [group(leaf, size) for leaf in off]
