@@ -338,13 +338,14 @@ def _hoist_turns(loop: Loop) -> Hoisted:
     fixed = tuple(map(all, zip(*(one.fixed for one in each), strict=True)))
     unchanged, state = split(fixed, each[0].settled)
     turns = tuple(dataclasses.replace(one.loop, trace=one) for one in each)
+    flags: dict[str, Any] = {name: any(getattr(one, name) for one in each) for name in _FLAGS}
     return Hoisted(
         dataclasses.replace(loop, turns=turns, consts=(unchanged, None), state=state, callee=loop.callee.apart()),
         fixed,
         each[0].structure,
         tuple(one.y for one in each),
         list(itertools.chain(*(one.y_avals for one in each))),
-        **{name: any(getattr(one, name) for one in each) for name in _FLAGS},
+        **flags,
         axes=frozenset[Hashable]().union(*(one.axes for one in each)),
     )
 
