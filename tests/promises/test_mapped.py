@@ -244,6 +244,8 @@ ON_DEVICES = [
 @pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "vmap"])
 def test_devices_of_which_not_all_values_vary(body, run, options, varies, mapped):
     """In a `shard_map` of one device: the gradient is that without one."""
+    if mapped and run in (asked_of_h, rows_while_scan) and jax.__version_info__ < (0, 9):
+        pytest.skip("JAX 0.8 cannot map the sum over devices by which they agree on whether to go on")
 
     def loss(w, xs):
         (h, m), ys = run(functools.partial(body, w), (xs[0] * 0.1, H0[0] + 0 * w[0, 0]), xs, **options)

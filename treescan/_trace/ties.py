@@ -22,6 +22,9 @@ import numpy as np
 from .._avals import Array, PyTree, place_like, vary_over, varying_axes
 from .hoist import is_smooth
 
+_REACHES = jax.__version_info__ >= (0, 9)
+"""Whether a `psum` of what varies can be mapped. On JAX 0.8, values are tied only to what varies over no other axes."""
+
 
 class Ties:
     """Ties values to all arrays of a tree, and to where along some named axes they are computed.
@@ -33,21 +36,33 @@ class Ties:
 
     def __init__(self, given: PyTree, axes: Iterable[Hashable] = ()) -> None:
         leaves = [*jax.tree.leaves(given), *map(jax.lax.axis_index, axes)]
-        self._varying = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in leaves))
-        parts = [vary_over(_nothing_of(leaf), self._varying) for leaf in leaves]
-        self._nothing = functools.reduce(jax.lax.add, parts) if parts else None
+        found: dict[frozenset[str], list[Array]] = {}
+        for leaf in leaves:
+            found.setdefault(varying_axes(jax.typeof(leaf)), []).append(_nothing_of(leaf))
+        self._over = {axes: functools.reduce(jax.lax.add, parts) for axes, parts in found.items()}
 
     def __call__(self, leaf: Array) -> Array:
         """The value itself, of any type."""
-        if self._nothing is None:
-            return leaf
         aval = jax.typeof(leaf)
-        missing = tuple(sorted(self._varying - varying_axes(aval)))
-        zero = jnp.sum(jax.lax.psum(self._nothing, missing) if missing else self._nothing)
+        parts = self._along(varying_axes(aval))
+        if not parts:
+            return leaf
+        zero = jnp.sum(functools.reduce(jax.lax.add, parts))
         if not is_smooth(leaf):
             return jax.lax.select_n(jax.lax.ne(zero, np.float32(0)), leaf, leaf)
         other = place_like(jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), aval)
         return jax.lax.select_n(np.ones((), np.bool_), other, leaf)
+
+    def _along(self, axes: frozenset[str]) -> list[Array]:
+        """What to tie a value to that varies over these manual axes: it varies over no others."""
+        others = {each: tuple(sorted(each - axes)) for each in self._over}
+        parts = [
+            jax.lax.psum(part, others[each]) if others[each] else part
+            for each, part in self._over.items()
+            if _REACHES or not others[each]
+        ]
+        varying = frozenset[str]().union(*(varying_axes(jax.typeof(part)) for part in parts))
+        return [vary_over(part, varying) for part in parts]
 
 
 def _nothing_of(leaf: Array) -> Array:
