@@ -27,9 +27,14 @@ def around() -> Progress | None:
     return None if _context is None else _context.value
 
 
+def within(shown: Progress | None) -> contextlib.AbstractContextManager[Any]:
+    """The context that shows this, which `around` returned, perhaps in another thread."""
+    return contextlib.nullcontext() if shown is around() else _context(shown)
+
+
 def silent() -> contextlib.AbstractContextManager[Any]:
     """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
-    return contextlib.nullcontext() if _context is None or _context.value is None else _context(None)
+    return within(None)
 
 
 def shown_around(call: Call) -> Progress | None:

@@ -24,7 +24,8 @@ from ..._rows.checks import check_lengths
 from ..._tree import Prefix, freeze_static, leaves_with_path, map_leaves, short_html, short_repr, thaw_static
 from ..._types import Carry, Save, Y
 from ...carries._registry import adopt
-from .sources import Read, Reader, Source, padded
+from .reader import Reader
+from .sources import Read, Source, padded
 
 if TYPE_CHECKING:
     from .checkpoint import Folder

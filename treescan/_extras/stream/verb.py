@@ -178,7 +178,8 @@ def stream(
             checkpoints stay. A checkpoint counts a part when the loop asks for the next one.
         checkpoint: a folder, or a `treescan.Checkpoint`, where the state of the run is saved: the same call continues
             from there. It needs `orbax-checkpoint`.
-        prefetch: how many parts are read ahead, each of which takes memory. 0: parts are read in the caller's thread.
+        prefetch: how many parts are read ahead, each of which takes memory, by a thread that has the caller's settings
+            of JAX and `contextvars`. 0: parts are read in the caller's thread.
         donate: whether the memory of each carry becomes that of the next one. The carry of a `Part` can then not be
             read. None: only without `on_part` and `parts`. `init` is copied.
         progress: show a bar for the whole run, as for `treescan.scan`. It moves after each part.
