@@ -156,6 +156,12 @@ def checkpoints_before_a_longer_source(one):
 
 
 @case(less=HOST, context=in_a_new_folder)
+def checkpoints_of_a_run_shorter_than_a_part(one):
+    stream(step, jnp.float32(0), XS[:3], part=5, checkpoint="runs/1")
+    return stream(step, jnp.float32(0), XS[:4], part=5, checkpoint="runs/1")
+
+
+@case(less=HOST, context=in_a_new_folder)
 def checkpoints_of_two_runs(one):
     first = in_folder(parts=True)
     next(first)
@@ -205,8 +211,34 @@ case(less=HOST, context=in_a_new_folder)(
 
 @case(less=HOST, context=in_a_new_folder)
 def checkpoints_to_skip_of_several_processes(one):
-    with mock.patch("jax.process_count", lambda: 2):
+    with two_processes(lambda data: data):
         return run(checkpoint=Checkpoint("runs/1", skip_damaged=True))
+
+
+@contextlib.contextmanager
+def two_processes(told: Any) -> Iterator[None]:
+    """This is the first of two processes, the second of which says this where they exchange what they are given."""
+    with (
+        mock.patch("jax.process_count", lambda: 2),
+        mock.patch("treescan._extras.stream.program._of_all", lambda data: [data, told(data)]),
+    ):
+        yield
+
+
+@case(less=HOST, context=in_a_new_folder)
+def stream_of_processes_that_were_given_other_arguments(one):
+    def told(data):
+        is_text = data.startswith(b"{")
+        return data.replace(b'"length": "12"', b'"length": "13"') if is_text else bytes(len(data))
+
+    with two_processes(told):
+        return run(checkpoint="runs/1")
+
+
+@case(less=HOST, context=in_a_new_folder)
+def stream_of_a_process_beside_one_that_was_refused(one):
+    with two_processes(lambda data: b"null".ljust(len(data)) if data.startswith(b"{") else bytes(len(data))):
+        return run(checkpoint="runs/1")
 
 
 @case(less=HOST, context=in_a_new_folder)
@@ -235,7 +267,7 @@ def checkpoints_without_orbax(one):
 def checkpoints_that_the_first_process_cannot_open(one):
     with (
         mock.patch("jax.process_index", lambda: 1),
-        mock.patch("jax.process_count", lambda: 2),
+        two_processes(lambda data: data),
         mock.patch("jax.experimental.multihost_utils.broadcast_one_to_all", lambda refused: True),
     ):
         return in_folder()

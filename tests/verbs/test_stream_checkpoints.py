@@ -1,10 +1,13 @@
 """Checkpoints of `stream`: an interrupted run continues to the same bits, also if it was killed."""
 
+import ctypes
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -147,6 +150,97 @@ def test_a_longer_source_cannot_be_continued(tmp_path: Path) -> None:
         stream(step, init(), XS, part=5, key=KEY, checkpoint=checkpoints[1], reverse=True)
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_finished_run_that_goes_on_may_be_stopped_again_and_again(keep: int, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"part": 5, "key": KEY, "checkpoint": Checkpoint(tmp_path, keep=keep)}
+    stream(step, init(), XS[:20], **options)
+    there = names(tmp_path)
+    for _ in range(4):  # before its next checkpoint
+        assert starts_of_a_stopped_run(XS, **options) == [20]
+        assert names(tmp_path) == there
+    equal(stream(step, init(), XS, **options)[0], scan(step, init(), XS, key=KEY)[0])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.iterdir())
+
+
+def starts_of_a_stopped_run(xs: Any, **options: Any) -> list[int]:
+    """The parts that a run begins which is stopped in the first of them."""
+    starts = list[int]()
+
+    def on_part(part: Any) -> None:
+        starts.append(part.start)
+        raise Halted
+
+    with pytest.raises(Halted):
+        stream(step, init(), xs, on_part=on_part, **options)
+    return starts
+
+
+def damage_two(folder: Path) -> None:
+    for number in "34":
+        (folder / number / "about" / "metadata").unlink()
+
+
+RECOVERIES: dict[str, tuple[int, dict[str, Any], Any, int]] = {
+    "finished": (20, {}, lambda folder: None, 20),
+    "a shorter last part": (18, {}, lambda folder: None, 15),
+    "damaged": (20, {"skip_damaged": True}, damage_two, 10),
+}
+"""How many steps had run, further settings, what happened then, and where the run goes on."""
+
+
+@pytest.mark.parametrize("name", RECOVERIES)
+@pytest.mark.filterwarnings("ignore:Checkpoints that could not be read were renamed")
+def test_a_recovery_may_be_killed_anywhere(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a recovery changes in a folder, it can be killed before and after, twice, and loses nothing."""
+    before, settings, happens, goes_on = RECOVERIES[name]
+
+    def options(folder: Path) -> Any:
+        return {"part": 5, "key": KEY, "checkpoint": Checkpoint(folder, keep=4, **settings)}
+
+    stream(step, init(), XS[:before], **options(tmp_path / "0"))
+    happens(tmp_path / "0")
+    expected, _ = scan(step, init(), XS, key=KEY)
+    first = folders_of_kills(tmp_path / "0", options, goes_on, monkeypatch)
+    assert len(first) >= {"finished": 1, "a shorter last part": 10, "damaged": 3}[name]
+    for folder in first[:2] + first[2::8]:
+        again = folders_of_kills(folder, options, goes_on, monkeypatch)
+        for each in again[:1] + again[-1:]:
+            equal(stream(step, init(), XS, **options(each))[0], expected)
+            assert not list(each.glob("*replaced*")), "what was removed is not left"
+
+
+def folders_of_kills(folder: Path, options: Any, goes_on: int, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """A run in this folder, stopped in its first part; gives copies of the folder, one for each kill on the way there.
+
+    A copy is made before each change of the file system, and one at the end.
+    """
+    copies, now = list[Path](), threading.local()
+
+    def copy() -> None:
+        now.copies = True
+        copies.append(folder.parent / f"{folder.name}.{len(copies)}")
+        shutil.copytree(folder, copies[-1])
+        now.copies = False
+
+    def noting(change: Any) -> Any:
+        def noted(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not getattr(now, "copies", False):
+                copy()
+            return change(path, *args, **kwargs)
+
+        return noted
+
+    with monkeypatch.context() as patch:
+        for change in ("rename", "replace", "unlink", "remove", "rmdir"):
+            patch.setattr(os, change, noting(getattr(os, change)))
+        assert starts_of_a_stopped_run(XS, **options(folder)) == [goes_on]
+        copy()
+    return copies
+
+
 class Resumable:
     def __init__(self, state: Any = int) -> None:
         self.at, self.reads, self.state = 0, 0, state
@@ -268,6 +362,48 @@ def test_two_runs_in_one_folder(tmp_path: Path) -> None:
     stream(step, init(), XS, **run)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.parametrize("fork", ["Python's", "another's"])
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_within_a_run_does_not_keep_its_folder(fork: str, tmp_path: Path) -> None:
+    """As the workers of a loader are, which live on."""
+    run: dict[str, Any] = {"part": 5, "checkpoint": tmp_path, "key": KEY}
+    workers = list[int]()
+
+    def read(start: int, n: int) -> Any:
+        if not workers:
+            workers.append(os.fork() if fork == "Python's" else ctypes.PyDLL(None).fork())
+            if not workers[0]:
+                time.sleep(60)
+                os._exit(0)
+        return XS[start : start + n]
+
+    try:
+        stream(step, init(), read, length=20, **run)
+        found = stream(step, init(), read, length=T, **run)
+    finally:
+        os.kill(workers[0], signal.SIGKILL)
+        os.waitpid(workers[0], 0)
+    equal(found[0], scan(step, init(), XS, key=KEY)[0])
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are not listed")
+@pytest.mark.filterwarnings("ignore:.*fork:RuntimeWarning", "ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_has_no_lock_where_its_parent_is_killed(tmp_path: Path) -> None:
+    def holds_the_lock() -> bool:
+        return any(os.path.realpath(each) == str(tmp_path / ".lock") for each in Path("/proc/self/fd").iterdir())
+
+    parts = stream(step, init(), XS, part=5, checkpoint=tmp_path, key=KEY, parts=True)
+    next(parts)
+    assert holds_the_lock()
+    if not (child := os.fork()):
+        os._exit(int(holds_the_lock()))
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(CheckpointError, match="another run writes"):  # this process still has it
+        stream(step, init(), XS, part=5, checkpoint=tmp_path, key=KEY)
+    parts.close()
+
+
 def test_what_is_half_written_is_not_used(tmp_path: Path) -> None:
     run: dict[str, Any] = {"part": 5, "checkpoint": Checkpoint(tmp_path, keep=9), "key": KEY}
     with pytest.raises(Halted):
@@ -329,7 +465,7 @@ def test_what_on_part_raises_says_what_is_kept(tmp_path: Path) -> None:
 
 def test_only_so_many_are_kept(tmp_path: Path) -> None:
     stream(step, init(), XS, part=5, key=KEY, checkpoint=Checkpoint(tmp_path, every=2, keep=3))
-    assert sorted(each.name for each in tmp_path.iterdir() if each.name.isdigit()) == ["4", "6", "9"]
+    assert sorted(each.name for each in tmp_path.iterdir() if each.name.isdigit()) == ["4", "6", "8"]
 
 
 PROGRAM = """

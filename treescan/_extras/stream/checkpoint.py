@@ -7,13 +7,13 @@ a list, which is put into the structure of `init` when it is restored.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import os
 import textwrap
 import time
-from collections.abc import Generator, Iterable
+import weakref
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,12 +22,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..._avals import PyTree, describe_leaf, is_key
+from ..._avals import PyTree, is_key
 from ..._errors import CheckpointFault, Fault, Misuse, Row, expect, expect_int, warn_user
-from ..._tree import leaves_with_path
 from ..._types import Checkpoint
+from .program import bare_of
 
-_LOCK = ".lock"
+_LOCK, _REPLACED = ".lock", "replaced"
+
+_locks = weakref.WeakSet[Any]()
+"""The files whose locks this process holds. A process that it forks shares them, and would hold them while it runs."""
+
+
+def _leave_locks() -> None:
+    for file in _locks:
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_leave_locks)
 
 
 def check_checkpoint(given: Any) -> Checkpoint:
@@ -72,17 +84,18 @@ class Folder:
     """The checkpoints of one run, while it runs.
 
     Args:
-        settings: where and how often.
+        settings: where and how often, as `check_checkpoint` returned it.
         program: what the run is, by names: another one must not continue from these checkpoints.
+        part: the steps of a part, as the user gave them. In `program` they are no more than those of the run.
     """
 
-    def __init__(self, settings: Checkpoint, program: dict[str, str]) -> None:
+    def __init__(self, settings: Checkpoint, program: dict[str, str], part: int) -> None:
         self.settings = settings
         folder = os.fspath(settings.folder)
         self._is_local = "://" not in folder
         self._path = Path(folder).absolute() if self._is_local else folder
         self._program = program
-        self._part, self._length = int(program["part"]), _number(program["length"])
+        self._part, self._length = part, _number(program["length"])
         self._manager: Any = None
         self._orbax: Any = None
         self._steps = dict[int, int]()
@@ -120,14 +133,18 @@ class Folder:
                     held.enter_context(self._lock())
                 except Fault as fault:
                     refused = fault
-            if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(refused is not None):
-                refused = refused or CheckpointFault(
-                    f"{{call}}: the first process could not open the folder `{self.settings.folder}` of checkpoints.",
-                    "Its own error says why.",
-                )
-            if refused is not None:
-                raise refused
+            self._hear(refused, "open")
             yield
+
+    def _hear(self, refused: Fault | None, what: str) -> None:
+        """Raises in all processes if the first one was refused to do something with the folder."""
+        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(refused is not None):
+            refused = refused or CheckpointFault(
+                f"{{call}}: the first process could not {what} the folder `{self.settings.folder}` of checkpoints.",
+                "Its own error says why.",
+            )
+        if refused is not None:
+            raise refused
 
     @contextlib.contextmanager
     def _lock(self) -> Generator[None]:
@@ -150,7 +167,12 @@ class Folder:
                     "Give each run a folder of its own, or wait until the other one has ended. A generator of "
                     "`parts=True` that is not exhausted ends with its `close()`.",
                 ) from None
-            yield
+            _locks.add(file)
+            try:
+                yield
+            finally:
+                if not file.closed:  # this process was not forked within
+                    fcntl.flock(file, fcntl.LOCK_UN)  # also for what has forked this one, in a way that Python misses
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Generator[None]:
@@ -206,34 +228,53 @@ class Folder:
                 if jax.process_count() > 1:  # the others may have read it
                     break
                 continue
+            is_continued = saved.steps < self._length
+            if saved.finished and is_continued and saved.steps % self._part:
+                shorter.append(step)  # its last part was a shorter one, which the longer run does not have
+                continue
             if damaged and not self.settings.skip_damaged:
                 raise self._damaged(damaged, step, saved)
             if damaged:
-                self._put_aside(damaged, step, saved)
-            if saved.finished and saved.steps < self._length:
-                if saved.steps % self._part:  # its last part was a shorter one, which the longer run does not have
-                    shorter.append(step)
-                    continue
-                self._reopen(step)
-                saved = saved._replace(finished=False)
-            for number in shorter:
-                self._manager.delete(number)
-            return saved
-        if damaged:
-            raise self._damaged(damaged)
+                self._skip(damaged, step, saved)
+            self._remove(shorter)
+            return saved._replace(finished=saved.finished and not is_continued)
         if shorter:
             raise CheckpointFault(
                 f"{{call}}: the source is longer than when the run in `{self.settings.folder}` finished. Its last part "
                 f"was shorter than `part={self._part}`, and no older checkpoint is left.",
                 "Take the carry that the finished run returned as the `init` of a run over the steps that are new.",
             )
+        if damaged:
+            raise self._damaged(damaged)
         return None
 
-    def _reopen(self, step: int) -> None:
-        """Gives the checkpoint of a finished run the number of one that is not: the next part needs that of its own."""
-        with self._writing("written"):
-            (self._manager.directory / str(step)).rename(self._manager.directory / str(step - 1))
-            self._manager.reload()
+    def _put_aside(self, numbers: Iterable[int], why: str) -> None:
+        """Renames checkpoints, so that this run can write its own in their places."""
+        for number in numbers:
+            there = self._manager.directory / str(number)
+            there.rename(self._manager.directory / f"{number}.{why}-{time.time_ns()}")
+
+    def _by_the_first(self, change: Callable[[], None]) -> None:
+        """Has the first process change the folder. A change may be stopped anywhere, and is then made once more."""
+        refused = None
+        if not jax.process_index():
+            try:
+                with self._writing("written"):
+                    change()
+            except Fault as fault:
+                refused = fault
+        self._hear(refused, "write to")
+        self._manager.reload()
+
+    def _remove(self, numbers: Iterable[int]) -> None:
+        """Removes checkpoints, by another name: what is left of one where this is stopped is no checkpoint."""
+
+        def change() -> None:
+            self._put_aside(numbers, _REPLACED)
+            for each in self._manager.directory.glob(f"*.{_REPLACED}-*"):
+                each.rmtree()
+
+        self._by_the_first(change)
 
     def _damaged(self, damaged: dict[int, Exception], step: int = -1, saved: Saved | None = None) -> Fault:
         """The error for checkpoints that cannot be read, the newest of which is the first; `step` is a whole one."""
@@ -250,13 +291,9 @@ class Folder:
         says = f"{{call}}: the checkpoint {self._named(newest)} could not be read: {_reason(damaged[newest])}"
         return CheckpointFault(says, f"It may be damaged, or not be this run's. {cure}", cause=damaged[newest])
 
-    def _put_aside(self, damaged: Iterable[int], step: int, saved: Saved) -> None:
-        """Renames checkpoints that cannot be read, so that this run can write its own in their places."""
-        with self._writing("written"):
-            for number in damaged:
-                there = self._manager.directory / str(number)
-                there.rename(self._manager.directory / f"{number}.damaged-{time.time_ns()}")
-            self._manager.reload()
+    def _skip(self, damaged: Iterable[int], step: int, saved: Saved) -> None:
+        """Puts aside checkpoints that cannot be read."""
+        self._by_the_first(lambda: self._put_aside(damaged, "damaged"))
         names = " and ".join(map(self._named, damaged))
         warn_user(
             f"Checkpoints that could not be read were renamed, {names}. The run continues from {self._named(step)}, "
@@ -286,15 +323,14 @@ class Folder:
         """Writes a checkpoint, in another thread: the carry is copied to the host before this returns."""
         args, leaves = self._orbax.args, {"carry": jax.tree.leaves(saved.carry), "last": saved.last}
         about = saved._asdict() | {name: list(map(_type_of, each)) for name, each in leaves.items()}
-        state = {name: list(map(_bare, each)) for name, each in leaves.items()}
+        state = {name: list(map(bare_of, each)) for name, each in leaves.items()}
         composite = args.Composite(
             state=args.StandardSave(state | {"_": np.zeros(1)}),  # orbax saves no tree without leaves
             about=args.JsonSave(about | {"program": self._program}),
         )
-        number = saved.done + saved.finished
-        self._steps[number] = saved.steps
+        self._steps[saved.done] = saved.steps
         with self._writing("written"):
-            self._manager.save(number, args=composite, force=True)
+            self._manager.save(saved.done, args=composite, force=True)
 
     def _refuse_another(self, about: dict[str, Any]) -> None:
         before, now = about["program"], self._program
@@ -302,7 +338,7 @@ class Folder:
             Row(name, before.get(name, "(missing)"), now.get(name, "(missing)"))
             for name in before | now
             if before.get(name) != now.get(name)
-            and not (_is_promoted(name, before, now) or _extends(name, before, now))
+            and not (_is_promoted(name, before, now) or _extends(name, before, now) or _was_cut(name, before, now))
         ]
         if rows:
             raise CheckpointFault(
@@ -313,33 +349,11 @@ class Folder:
             )
 
 
-def folder_of(checkpoint: Any, init: PyTree, **options: Any) -> Folder:
-    """The checkpoints of a run.
-
-    Args:
-        checkpoint: a folder or a `Checkpoint`.
-        init: the carry that the first step is given.
-        **options: what else the results depend on.
-    """
-    said = {name: _said(value) for name, value in options.items()}
-    return Folder(
-        check_checkpoint(checkpoint), said | {p: describe_leaf(leaf) for p, leaf in leaves_with_path("init", init)}
-    )
-
-
 def _reason(error: Exception) -> str:
     """What the system, or orbax, says of a folder, in a line or two."""
     kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
     said = (error.strerror if isinstance(error, OSError) else None) or f"{kind}{error}".strip() or type(error).__name__
     return textwrap.shorten(said.splitlines()[0], 200, placeholder=" ...")
-
-
-def _said(value: Any) -> str:
-    """An option as a message shows it: an array by a digest."""
-    if not isinstance(value, jax.Array | np.ndarray):
-        return str(value)
-    digest = hashlib.sha256(np.ascontiguousarray(_bare(value)).tobytes()).hexdigest()[:12]
-    return f"{describe_leaf(value)}, digest {digest}"
 
 
 def _is_promoted(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
@@ -353,6 +367,11 @@ def _extends(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
     return name == "length" and now["reverse"] == "False" and 0 <= _number(before[name]) < _number(now[name])
 
 
+def _was_cut(name: str, before: dict[str, str], now: dict[str, str]) -> bool:
+    """Whether the run was shorter than a part."""
+    return name == "part" and _number(before[name]) == _number(before["length"]) < _number(now[name])
+
+
 def _number(text: str) -> int:
     """The number of steps, -1 if it is not known."""
     return int(text) if text.isdigit() else -1
@@ -361,20 +380,15 @@ def _number(text: str) -> int:
 def _type_of(leaf: Any) -> dict[str, Any]:
     """What JSON can hold of the type of a leaf."""
     impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
-    bare = _bare(leaf)
+    bare = bare_of(leaf)
     return {"shape": list(bare.shape), "dtype": bare.dtype.name, "impl": impl}
-
-
-def _bare(leaf: Any) -> Any:
-    """A leaf as orbax takes it: keys as numbers."""
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def _target(leaf: Any, type_: dict[str, Any]) -> Any:
     """What orbax restores a leaf into: an array of several devices as that, any other as one of NumPy."""
     shape, dtype = tuple(type_["shape"]), jnp.dtype(type_["dtype"])
     if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=_bare(leaf).sharding)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=bare_of(leaf).sharding)
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 

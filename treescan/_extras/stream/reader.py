@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from ..._verbs.progress import around, within
+from .program import mesh_that_is_set
 from .sources import Read
 
 _END: Any = object()
@@ -103,7 +104,7 @@ class Settings:
     """
 
     def __init__(self) -> None:
-        self._values, self._mesh, self._shown = _values(), jax.sharding.get_mesh(), around()
+        self._values, self._mesh, self._shown = _values(), mesh_that_is_set(), around()
         self._traces = list[None]()
         self._traced = jax.jit(lambda: self._traces.append(None))
         self._trace()
@@ -113,9 +114,9 @@ class Settings:
         try:
             for name, value in _values().items():
                 manager: Any = getattr(jax, name.removeprefix("jax_"), None)
-                if value != self._values[name] and name != _GUARD and callable(manager):
+                if value != self._values[name] and name != _GUARD and manager is not None:
                     stack.enter_context(manager(self._values[name]))
-            if not self._mesh.empty:
+            if self._mesh is not None:
                 stack.enter_context(jax.set_mesh(self._mesh))
             stack.enter_context(within(self._shown))
             self._trace()

@@ -24,6 +24,7 @@ from ..._rows.checks import check_lengths
 from ..._tree import Prefix, freeze_static, leaves_with_path, map_leaves, short_html, short_repr, thaw_static
 from ..._types import Carry, Save, Y
 from ...carries._registry import adopt
+from .program import compare, is_of_all_processes
 from .reader import Reader
 from .sources import Read, Source, padded
 
@@ -179,6 +180,7 @@ class Run:
         prefetch: how many parts are read ahead.
         bar: shows the progress; None: nothing does.
         folder: the checkpoints; None: there are none.
+        program: makes what the run is, to be compared if all processes read parts together; None: it was compared.
     """
 
     call: Callable[[PyTree, PyTree, int, int, Any], tuple[PyTree, PyTree]]
@@ -190,6 +192,7 @@ class Run:
     prefetch: int
     bar: Bar | None = None
     folder: Folder | None = None
+    program: Callable[[], dict[str, str]] | None = None
 
     def parts(self) -> Generator[Part[Any, Any], None, tuple[PyTree, PyTree]]:
         """Runs all parts. Each is given once the next one is on its way, and saved when the caller comes back."""
@@ -212,6 +215,8 @@ class Run:
             read = next(parts, None)
             if read is None:
                 raise _no_steps(steps)
+            if self.program is not None and is_of_all_processes(read.xs):
+                compare(self.program())
             carry = self._begin(carry, read) if is_new else carry
             while read is not None:
                 waiting, ran = ran, self._run(carry, last, read)

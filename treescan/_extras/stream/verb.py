@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator
 from typing import Any, Generic, Literal, Required, Unpack, overload
 
@@ -13,8 +14,10 @@ from ..._arguments import check_length, check_options, check_reverse
 from ..._avals import Array, ArrayLike, PyTree
 from ..._body.signature import STREAM
 from ..._errors import STREAM_WORDS, Misuse, expect, expect_int, expect_one_of, explain, verb
+from ..._loop.loop import Body
 from ..._types import (
     Carry,
+    Checkpoint,
     CheckpointLike,
     KeyedBody,
     KeyedValidBody,
@@ -28,7 +31,8 @@ from ..._types import (
 )
 from ..._verbs.prepare import body_of, run_scan
 from ..._verbs.progress import around
-from .run import Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
+from .program import compare, is_of_all_processes, program_of, refused_together
+from .run import Bar, Part, Run, bar_of, check_save_of, lengths_of, refuse_tracers
 from .sources import source_of
 
 _NO_GRADIENT = "no gradient flows between the parts of a stream. `treescan.scan` takes it."
@@ -290,14 +294,24 @@ def _run_of(
 ) -> Run:
     """Checks the arguments of a stream."""
     refuse_tracers(init, source)
-    body, alive = body_of(f, STREAM)
-    part = expect_int(part, "part", "It is the number of steps of a part.", least=1, small="A part has steps.")
-    parts = source_of(source, check_length(length), part, reverse=check_reverse(options["reverse"]))
-    keeps = check_save_of(options["save"], parts)
-    expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
-    expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
-    expect_one_of(remainder, "remainder", ("run", "mask"), _REMAINDERS)
-    prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
+    is_shared = is_of_all_processes(init, options["key"], lengths, also=checkpoint is not None)
+    with refused_together(is_shared=is_shared):
+        body, alive = body_of(f, STREAM)
+        part = expect_int(part, "part", "It is the number of steps of a part.", least=1, small="A part has steps.")
+        parts = source_of(source, check_length(length), part, reverse=check_reverse(options["reverse"]))
+        keeps = check_save_of(options["save"], parts)
+        expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
+        expect(isinstance(donate, bool), "donate", "True or False", donate, _DONATES)
+        expect_one_of(remainder, "remainder", ("run", "mask"), _REMAINDERS)
+        prefetch = expect_int(
+            prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread."
+        )
+        bar, saves = _bar_of(progress, body, alive), _saves_of(checkpoint)
+    asked = {"part": part, "length": parts.length, "lengths": lengths, "remainder": remainder, **options}
+    asked |= {"check_finite": check_finite, "checkpoint": saves and f"every={saves.every}, keep={saves.keep}"}
+    program = functools.partial(program_of, init, **asked)
+    if is_shared:
+        compare(program())
     given = lengths_of(lengths, parts, body, masks=remainder == "mask")
 
     def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
@@ -307,23 +321,35 @@ def _run_of(
         )
         return carry, ys
 
-    bar = folder = None
+    folder = None
+    if saves is not None:
+        from .checkpoint import Folder
+
+        kept = {"lengths": None if lengths is None else given, "masked": given is not None}
+        kept |= {name: options[name] for name in ("reverse", "key", "save")}
+        folder = Folder(saves, program_of(init, part=parts.part, length=parts.length, **kept), part)
+    return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder, None if is_shared else program)
+
+
+def _bar_of(progress: ProgressLike, body: Body, alive: Any) -> Bar | None:
     if progress is None and (shown := around()) is not None:
         from ..._options.progress.show import label_of
 
         label = shown.label or f"stream {label_of(body, 'stream')}"
         progress = dataclasses.replace(shown, label=label, updates=None)
-    if progress is not None and progress is not False:
-        bar = bar_of(progress, alive)
-    if checkpoint is not None:
-        from .checkpoint import folder_of
-
-        asked = {name: options[name] for name in ("reverse", "key", "save")}
-        rows = {"lengths": None if lengths is None else given, "masked": given is not None}
-        folder = folder_of(checkpoint, init, part=parts.part, length=parts.length, **rows, **asked)
-    return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
+    return None if progress is None or progress is False else bar_of(progress, alive)
 
 
+def _saves_of(checkpoint: CheckpointLike) -> Checkpoint | None:
+    if checkpoint is None:
+        return None
+    from .checkpoint import check_checkpoint
+
+    return check_checkpoint(checkpoint)
+
+
+_READS = "0 reads in the caller's thread."
+_DONATES = "It says whose memory the next carry takes."
 _PARTS = "True gives the parts to a `for` loop. The number of steps of a part is `part`."
 _REMAINDERS = "The last part, if it has fewer steps, is run as a program of its own, or padded and masked."
 _NO_REPORT = "True checks the carry after each step of a part."
