@@ -26,6 +26,7 @@ def noisy(h: Any, x: Any, *, key: Any) -> Any:
     return step(h, x + jax.random.normal(key, x.shape))
 
 
+SHOWS = treescan.meters.Progress("parts", show=lambda h: {"mean": h.mean()}, meter=treescan.meters.Text())
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "nothing": ({}, {}),
     "length": ({}, {"length": T + 1}),
@@ -38,7 +39,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "refused": ({}, {"part": 0}),
     "first part": ({"init": np.float32(0)}, {"init": np.float32(0), "length": T + 1}),
     "checkpoint": ({"every": 1}, {"every": 2}),
-    "again nothing": ({}, {}),
+    "show of progress": ({"progress": SHOWS}, {"progress": True}),
+    "again nothing": ({"progress": SHOWS}, {"progress": SHOWS}),
 }
 """The options of the first process, and what is other in the second one."""
 

@@ -19,6 +19,7 @@ SAYS = {  # what each of the two processes says, where that is not a row of a ta
     "save": ("save all last",) * 2,
     "check_finite": ("check_finite False True",) * 2,
     "part": ("part 4 3",) * 2,
+    "show of progress": ("show of progress True False",) * 2,
     "length": ("length 12 13",) * 2,
 }
 
@@ -36,3 +37,5 @@ def test_processes_that_are_given_other_arguments_all_say_so(tmp_path: object) -
             says = SAYS[name][number] if name in SAYS else "length 12 13"
             assert kind == "ArgumentError" and says in text, (name, number, text)
             assert ("different arguments" in text) == (name != "refused")
+    bars = [[line for line in lines if line.startswith("parts: 100%")] for lines in each]
+    assert [len(told) for told in bars] == [1, 0] and "mean=" in bars[0][0]

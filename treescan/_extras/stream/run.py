@@ -360,7 +360,7 @@ def _dressed(init: PyTree, bare: PyTree) -> PyTree:
 
 
 class Bar:
-    """Shows how far a stream is.
+    """Shows how far a stream is, in the first process. All processes compute what it shows of the carry together.
 
     Args:
         progress: what the user said, with a label and a meter.
@@ -371,21 +371,24 @@ class Bar:
         if progress.updates:
             why = "a stream moves its bar after each part."
             raise Misuse(f"{{call}}: `updates` of a `Progress` has no meaning here: {why}", "Leave it out.")
-        self._show = progress.show
+        self.show = progress.show
         self._site = Site(progress.label, progress.meter)
 
     def values(self, carry: PyTree) -> dict[str, Array]:
         """The values to show of a carry."""
-        if self._show is None:
+        if self.show is None:
             return {}
         from ..._options.progress.showing import check_shown
 
-        shown: Any = self._show(read_carries(adopt(carry).init, "carry"))
+        shown: Any = self.show(read_carries(adopt(carry).init, "carry"))
         return {name: jnp.copy(shown[name]) for name in check_shown(shown)}  # the carry itself may be donated
 
     @contextlib.contextmanager
     def shown(self, done: int, total: int | None) -> Generator[Callable[[int, Mapping[str, Array]], None]]:
         """Shows the bar; gives what moves it."""
+        if jax.process_index():
+            yield lambda done, shown: None
+            return
         number = RUNS.begin(self._site, total)
 
         def move(done: int, shown: Mapping[str, Array]) -> None:
@@ -401,7 +404,7 @@ class Bar:
 
 
 def bar_of(progress: Any, step: Any) -> Bar | None:
-    """The bar that the user asked for, on the first process; None: nothing is shown.
+    """The bar that the user asked for; None: nothing is shown.
 
     Raises:
         Fault: for an `ArgumentError` if it cannot be had.
@@ -409,5 +412,4 @@ def bar_of(progress: Any, step: Any) -> Bar | None:
     from ..._options.progress.show import check_progress
 
     checked = check_progress(progress, Body.of(step), "stream")
-    bar = None if checked is None else Bar(checked)
-    return None if jax.process_index() else bar
+    return None if checked is None else Bar(checked)

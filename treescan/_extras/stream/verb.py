@@ -309,6 +309,7 @@ def _run_of(
         bar, saves = _bar_of(progress, body, alive), _saves_of(checkpoint)
     asked = {"part": part, "length": parts.length, "lengths": lengths, "remainder": remainder, **options}
     asked |= {"check_finite": check_finite, "checkpoint": saves and f"every={saves.every}, keep={saves.keep}"}
+    asked["show of progress"] = bar is not None and bar.show is not None
     program = functools.partial(program_of, init, **asked)
     if is_shared:
         compare(program())
