@@ -319,3 +319,80 @@ def test_the_command_lists_why_a_plugin_fails(several: Path) -> None:
         (why,) = re.findall(rf"\n  {name} 1.0, {value}:\n((?:    .*\n?)+)", text)
         assert reason in " ".join(why.split())
     assert "First by `to_first` of `shapes_first`" in text and "Now by `to_third` of `shapes_third`" in text
+
+
+def registering(name: str) -> str:
+    """The text of a module that registers a class of `gauges` where it is imported."""
+    return textwrap.dedent(
+        f"""
+        import gauges
+        from treescan.carries import cast, register_carry
+
+        register_carry(gauges.{name}, lambda value: cast(value.value), lambda carry: gauges.{name}(carry.tree))
+        """
+    )
+
+
+GAUGES = """
+class Lags:
+    def __init__(self, value):
+        self.value = value
+
+
+class Other(Lags):
+    pass
+
+
+class Own(Lags):
+    pass
+"""
+
+HALF = """
+import threading
+
+import gauges_lags
+
+threading.reached.set()  # what the script below has put there
+threading.goes_on.wait()
+raise ImportError("no module bar")
+"""
+
+
+def test_a_plugin_that_fails_takes_with_it_only_what_it_has_registered(tmp_path: Path) -> None:
+    """Not what a module registered that it imported, and that stays, nor what another thread did meanwhile."""
+    module(tmp_path, "gauges", GAUGES)
+    for name in ("Lags", "Other"):
+        module(tmp_path, f"gauges_{name.lower()}", registering(name))
+    module(tmp_path, "gauges_half", registering("Own") + HALF)
+    distribution(tmp_path, "half", "gauges = gauges_half")
+    script(
+        """
+        import threading
+
+        import gauges
+        from treescan.carries import _registry
+
+        def first():
+            final, _ = treescan.scan(total, gauges.Own(jnp.zeros(())), jnp.ones(3))
+            finals.append(final)
+
+        finals, threading.reached, threading.goes_on = [], threading.Event(), threading.Event()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            thread = threading.Thread(target=first)
+            thread.start()
+            threading.reached.wait()
+            import gauges_other  # registers, in this thread
+
+            threading.goes_on.set()
+            thread.join()
+        assert [warning.category for warning in caught] == [treescan.errors.PluginWarning]
+        assert "gauges_half" not in sys.modules and "gauges_lags" in sys.modules
+        assert set(_registry._adoptions) == {gauges.Lags, gauges.Other}
+        for kind in (gauges.Lags, gauges.Other):
+            final, _ = treescan.scan(total, kind(jnp.zeros(())), jnp.ones(3))
+            assert type(final) is kind and final.value == 3
+        assert type(finals[0]) is gauges.Lags  # it was carried as what it derives from
+        """,
+        tmp_path,
+    )

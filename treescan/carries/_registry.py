@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import sys
 import threading
 import types
 import weakref
@@ -322,11 +323,21 @@ def load(plugin: Plugin) -> None:
         except (Exception, SystemExit) as error:
             plugin.loaded, plugin.fault = False, f"{type(error).__name__}: {error}".strip()
             with _lock:
-                for kind in set(_adoptions) - before:
-                    del _adoptions[kind]
+                for kind in _adoptions.keys() - before:
+                    if _is_of(plugin, _adoptions[kind]):
+                        del _adoptions[kind]
             warn_user(
                 f"treescan could not load the carries for `{plugin.package}` that the distribution "
                 f"{plugin.distribution} declares ({plugin.value}), and ignores them. {plugin.fault}",
                 PluginWarning,
             )
         _forget()
+
+
+def _is_of(plugin: Plugin, how: Adoption) -> bool:
+    """Whether a plugin that failed has registered a type, or a module whose import failed: it would do so again.
+
+    Modules that it has imported stay, and another thread may register at the same time. What these did is theirs.
+    """
+    module = getattr(how.to_carry, "__module__", None)
+    return module is not None and (module == plugin.value.partition(":")[0].strip() or module not in sys.modules)
