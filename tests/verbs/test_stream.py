@@ -382,6 +382,51 @@ def test_the_thread_ends_with_the_run() -> None:
     assert not readers()
 
 
+@pytest.mark.parametrize("ends", ["an error", "a loop that is left"])
+def test_a_thread_that_still_takes_from_an_iterator_is_told_of(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treescan._extras.stream.reader.PATIENCE", 0.05)
+    waits, goes_on = threading.Event(), threading.Event()
+
+    def parts() -> Iterator[Any]:
+        yield from (XS[:5], XS[5:10])
+        waits.set()
+        goes_on.wait(60)
+        yield XS[10:15]
+
+    def stop(part: Any) -> None:
+        waits.wait(60)
+        raise KeyError
+
+    with pytest.warns(UserWarning, match="still waits for the next part of the iterator") as told:
+        if ends == "an error":
+            with pytest.raises(KeyError):
+                stream(rnn, inits()[rnn], parts(), part=5, on_part=stop)
+        else:
+            for _ in (run := stream(rnn, inits()[rnn], parts(), part=5, parts=True)):
+                waits.wait(60)
+                break
+            run.close()
+    assert [each.filename for each in told] == [__file__]
+    (thread,) = (each for each in threading.enumerate() if each.name == "treescan.stream")
+    goes_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_nothing_is_said_of_a_source_whose_parts_can_be_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treescan._extras.stream.reader.PATIENCE", 0.05)
+    goes_on = threading.Event()
+
+    def read(start: int, n: int) -> Any:
+        if start == 10:
+            goes_on.wait(60)
+        return XS[start : start + n]
+
+    with pytest.raises(ZeroDivisionError):  # a warning is an error here
+        stream(rnn, inits()[rnn], read, length=T, part=5, on_part=lambda part: 1 // part.start)
+    goes_on.set()
+
+
 def test_a_generator_returns_what_stream_returns() -> None:
     def all_of() -> Iterator[Any]:
         result = yield from stream(rnn, inits()[rnn], XS, part=5, save="last", parts=True)

@@ -12,9 +12,13 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._errors import warn_user
 from ..._verbs.progress import around, within
 from .program import mesh_that_is_set
 from .sources import Read
+
+PATIENCE = 1.0
+"""The seconds for which the end of a stream waits for a source. What it waits for may never come."""
 
 _END: Any = object()
 
@@ -28,10 +32,12 @@ class Reader:
     Args:
         parts: what is read.
         prefetch: how many parts are read ahead; 0: each part is read when it is needed, in the caller's thread.
+        once: whether a part that was read is gone.
     """
 
-    def __init__(self, parts: Iterator[Read], prefetch: int) -> None:
+    def __init__(self, parts: Iterator[Read], prefetch: int, *, once: bool = False) -> None:
         self._parts = parts
+        self._once = once
         self._room = threading.Semaphore(prefetch + 1)
         self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._stopped = threading.Event()
@@ -57,11 +63,18 @@ class Reader:
         self._room.release()
 
     def close(self) -> None:
-        """Ends the thread; one that waits for its source ends with what it waits for."""
+        """Ends the thread; one that waits for its source ends with what it waits for, and is not waited for long."""
         self._stopped.set()
         self._room.release()
         if self._thread is not None:
-            self._thread.join(timeout=1.0)
+            self._thread.join(timeout=PATIENCE)
+            if self._once and self._thread.is_alive():
+                warn_user(
+                    "`treescan.stream` has ended, but its thread still waits for the next part of the iterator that it "
+                    "was given. It takes this part when it comes, and nobody receives it. Give another run an iterator "
+                    "of its own.",
+                    UserWarning,
+                )
 
     def _work(self, settings: Settings) -> None:
         with contextlib.ExitStack() as stack:

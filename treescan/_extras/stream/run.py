@@ -208,7 +208,7 @@ class Run:
             reads = self.source.read(done, state, self._is_due)
             if self.lengths is not None:
                 reads = (padded(read, self.source.part) for read in reads)
-            reader = Reader(reads, self.prefetch)
+            reader = Reader(reads, self.prefetch, once=self.source.reads_once)
             stack.callback(reader.close)
             show = self.bar and stack.enter_context(self.bar.shown(steps, self.source.length))
             parts, ran = iter(reader), cast("_Ran | None", None)

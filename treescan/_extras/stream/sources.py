@@ -55,6 +55,11 @@ class Source(Protocol):
         """The steps of a part, unless it is the last one."""
         ...
 
+    @property
+    def reads_once(self) -> bool:
+        """Whether a part that was read is gone, as one of an iterator is."""
+        ...
+
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones.
 
@@ -169,6 +174,7 @@ class _Sliced:
     length: int
     part: int
     reverse: bool
+    reads_once: bool = False
 
     def __post_init__(self) -> None:
         self.part = min(self.part, self.length) or self.part
@@ -210,6 +216,7 @@ class _InOrder:
     parts: Iterator[PyTree]
     length: int | None
     part: int
+    reads_once: bool = True
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones. Without a state these are read too."""
