@@ -121,7 +121,14 @@ class SignatureError(TreescanError, TypeError):
 
 
 class NonFiniteError(TreescanError, FloatingPointError):
-    """A leaf of the carry became NaN or infinite, in a loop with `check_finite`."""
+    """A leaf of the carry became NaN or infinite, in a loop with `check_finite`.
+
+    Attributes:
+        record: what is known of that step, a `treescan.types.NonFinite`. `treescan.last_nonfinite()` may be that of
+            another thread.
+    """
+
+    record: Any = None
 
 
 class CheckpointError(TreescanError, OSError):
@@ -178,6 +185,7 @@ class Fault(Exception):
         cures: what the user may do about it, a paragraph each.
         carry_root: the name of the body's carry, where the rows are leaves of it.
         cause: the exception that it is about, raised by code which is neither the body's nor the package's.
+        record: what a `NonFiniteError` is about.
 
     Attributes:
         body: the function that it is about, where the verb was given several.
@@ -192,6 +200,7 @@ class Fault(Exception):
         rows: Sequence[Row] = (),
         carry_root: str | None = None,
         cause: Exception | None = None,
+        record: Any = None,
     ) -> None:
         super().__init__(says)
         self.error = error
@@ -201,6 +210,7 @@ class Fault(Exception):
         self.rows = rows
         self.carry_root = carry_root
         self.cause = cause
+        self.record = record
         self.body: Any = None
 
     def render(self, words: Mapping[str, str], init: Any = None) -> str:
@@ -312,6 +322,8 @@ def explain(
         known = {**words, "verb": f"`{name}`", "body": named, "call": call}
         explained = error.error(error.render(known, init))
         explained.add_note(more_about(error.error))
+        if isinstance(explained, NonFiniteError):
+            explained.record = error.record
         if error.cause is not None:
             explained.__cause__ = error.cause.with_traceback(_without_inner_frames(error.cause.__traceback__))
         return explained

@@ -1,5 +1,7 @@
 """`check_finite="return"`: a report in place of an error, of every verb and through transformations of JAX."""
 
+import threading
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,7 @@ PAIRS = ("scan", "reverse", "mask_scan", "scan_layers", "turns", "state")
 def error_of(run):
     with pytest.raises(treescan.errors.NonFiniteError) as caught:
         run()
+    assert caught.value.record is treescan.last_nonfinite()
     return str(caught.value), str(treescan.last_nonfinite())
 
 
@@ -93,6 +96,38 @@ def test_a_report_is_an_output_of_an_outer_loop_and_of_branches(disabled):
     assert reports.ok.tolist() == [True, False]
     either = jax.jit(lambda p: jax.lax.cond(p, outer, outer, H, 1.0)[1])
     assert bool(either(True).ok)
+
+
+@pytest.mark.parametrize("checks", [True, "return"])
+def test_errors_of_several_threads_have_records_of_their_own(checks):
+    at, errors, both = {"one": 1, "two": 2}, {}, threading.Barrier(2)
+
+    def run(name):
+        xs = jnp.ones(4).at[at[name]].set(-jnp.inf)
+        try:
+            found = treescan.fold(add, H, xs, check_finite=checks)
+            found[1].check()
+        except treescan.errors.NonFiniteError as error:
+            both.wait()  # by now, both have made their records, and the last one is one of them
+            errors[name] = error, treescan.last_nonfinite()
+
+    threads = [threading.Thread(target=run, args=(name,)) for name in at]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for name, (error, _) in errors.items():
+        assert error.record.step == at[name] and error.record.x == -jnp.inf
+        assert str(error.record) in " ".join(str(error).split())
+    assert errors["one"][1] is errors["two"][1]
+
+
+def test_an_error_of_a_batch_of_reports_has_the_record_of_the_element():
+    _, reports = jax.vmap(lambda x: treescan.fold(add, H, x * XS**2, **RETURN))(jnp.array([1.0, -1.0]))
+    with pytest.raises(treescan.errors.NonFiniteError, match=r"element \[1\]") as caught:
+        reports.check()
+    assert caught.value.record is treescan.last_nonfinite()
+    assert caught.value.record.step == reports.step[1]
 
 
 def test_keys_in_the_carry_are_in_the_record():

@@ -135,6 +135,8 @@ def note(record: NonFinite) -> None:
 def last_nonfinite() -> NonFinite | None:
     """Returns the last record of `check_finite` in this process, also under `jax.jit`.
 
+    It is one for all threads. A `NonFiniteError` has its own, `error.record`.
+
     Returns:
         The record, or None if there is none yet. Its `carry` and `x` are those of that step, so you can call the body
         on them. They are kept until the next record.

@@ -68,7 +68,8 @@ def deliver(found: Sequence[tuple[Evidence, Case]]) -> None:
         try:
             _tell(evidence, case)
         except NonFiniteError as error:
-            raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
+            cure = "`treescan.last_nonfinite()` has the carry and x."
+            raise Fault(NonFiniteError, str(error), cure, record=error.record) from None
 
 
 def _tell(evidence: Evidence, case: Case) -> None:
@@ -80,7 +81,9 @@ def _tell(evidence: Evidence, case: Case) -> None:
             within = (loop.after(*at) for loop, at in zip(outer.loops, positions, strict=False))
             record = case.record(keys_of(jax.tree.map(_known, numbers), impls), tuple(within))
             note(record)
-            raise NonFiniteError(f"{case.about.call}: {record}.")
+            error = NonFiniteError(f"{case.about.call}: {record}.")
+            error.record = record
+            raise error
 
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(numbers)):
         tell_all, given = in_every_process(told, case.mesh), (evidence.first, numbers, list(outer.positions))
@@ -320,5 +323,6 @@ class FiniteReport(NamedTuple):
                     f"This is element {list(place)} of a batch of reports, of which {len(bad)} of {self.ok.size} are "
                     "not ok.",
                     *fault.cures,
+                    record=fault.record,
                 ) from None
             raise
