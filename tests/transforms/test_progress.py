@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import sys
+import time
 
 import chex
 import jax
@@ -15,7 +16,7 @@ from jaxprs import equations
 from thin import slow
 
 import treescan
-from treescan._options.progress.meters import RUNS, Site
+from treescan._options.progress.meters import RUNS, Report, Runs, Site
 from treescan.carries import ema
 from treescan.meters import Progress
 
@@ -254,6 +255,7 @@ def test_loops_within_loops_have_bars_within_bars():
 
 def test_an_abandoned_run_is_closed_by_the_next_one(monkeypatch):
     monkeypatch.setattr("treescan._options.progress.meters.PATIENCE", 0)
+    monkeypatch.setattr("treescan._options.progress.meters.RATIO", 0)
 
     def failing(carry, x):
         def check(n):
@@ -278,6 +280,63 @@ def test_an_abandoned_run_is_closed_by_the_next_one(monkeypatch):
     first, second = LOG[0][0], LOG[3][0]
     assert [entry[:2] for entry in LOG[3:]] == [
         (second, "init"), *[(second, "step")] * 4, (second, "close"), (first, "close"),
+    ]  # fmt: skip
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self, monkeypatch):
+        self.now = time.monotonic()
+        monkeypatch.setattr("treescan._options.progress.meters.time", self)
+
+    def monotonic(self):
+        return self.now
+
+
+def report(runs, site, number, done, *, last=False):
+    runs.step(site, number, Report(12, done, first=done == 1, last=last), {})
+
+
+def test_a_slow_run_is_not_closed_by_the_end_of_a_fast_one(monkeypatch):
+    """As of one program in two threads: it is not known that the slow one runs, but how slow it was."""
+    clock, runs, site = Clock(monkeypatch), Runs(), Site("step", Recorder())
+    LOG.clear()
+    slow = runs.begin(site, 12)
+    clock.now += 2
+    report(runs, site, slow, 1)
+    fast = runs.begin(site, 12)
+    for done in range(1, 7):
+        clock.now += 0.3
+        report(runs, site, fast, done, last=done == 6)
+    clock.now += 0.5
+    report(runs, site, slow, 2)
+    runs.close_all()
+    assert [entry[1] for entry in LOG if entry[0] == LOG[0][0]] == ["init", "step", "step", "close"]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_run_that_was_taken_for_abandoned_is_shown_again_when_it_reports(ends, monkeypatch):
+    clock, runs, site = Clock(monkeypatch), Runs(), Site("step", Recorder())
+    LOG.clear()
+    slow = runs.begin(site, 12)
+    clock.now += 0.5
+    report(runs, site, slow, 1)
+    fast = runs.begin(site, 12)
+    for done in range(1, 13):
+        clock.now += 1
+        report(runs, site, fast, done, last=done == 12)
+    first = LOG[0][0]
+    assert [entry[1] for entry in LOG if entry[0] == first] == ["init", "step", "close"]
+    LOG.clear()
+    report(runs, site, slow, 5)
+    if ends:
+        report(runs, site, slow, 6, last=True)
+        report(runs, site, slow, 6)  # one that comes late
+    else:
+        runs.close_all()
+    assert [entry[1:3] for entry in LOG] == [
+        ("init", "step"), ("step", 5), *[("step", 6)] * ends, ("close",),
     ]  # fmt: skip
 
 

@@ -287,8 +287,12 @@ class Pace:
 NOBODY = -1
 """The number of a run that is not shown."""
 
-PATIENCE = 1.0
-"""The seconds for which a run is silent before it may be taken for one that was abandoned."""
+PATIENCE, RATIO = 1.0, 5
+"""A run may be taken for one that was abandoned if it is silent for so many seconds, and so many times as long as runs
+of its loop were before. That it was is not known: if it reports again, it is shown again."""
+
+DOUBTED = 100
+"""How many of such runs are kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -314,10 +318,21 @@ class _Run:
     done: int = 0
     reported: bool = False
     heard_of: float = field(default_factory=time.monotonic)
+    longest: float = 0.0
     pace: Pace = field(default_factory=Pace)
     bar: Any = None
     is_open: bool = False
     silent: set[int] = field(default_factory=set[int])
+
+    def hear(self) -> None:
+        """A report has come."""
+        now = time.monotonic()
+        self.longest, self.heard_of = max(self.longest, now - self.heard_of), now
+
+    def seems_abandoned(self, longest: float) -> bool:
+        """Whether it has been silent for too long; `longest` is for how long another run of its loop was."""
+        silence = time.monotonic() - self.heard_of
+        return silence >= PATIENCE and silence >= RATIO * max(self.longest, longest)
 
 
 class Report(NamedTuple):
@@ -338,6 +353,7 @@ class Runs:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, _Run] = {}
+        self._doubted: dict[int, _Run] = {}
         self._first_due = weakref.WeakKeyDictionary[Site, int]()
         self._lock = threading.RLock()
 
@@ -351,14 +367,18 @@ class Runs:
     def step(self, site: Site, number: int, report: Report, shown: Mapping[str, float]) -> None:
         """So many steps of a run are done; after the last report it has ended."""
         with self._lock:
-            run = self._open.get(number)
+            doubted, run = self._doubted.pop(number, None), self._open.get(number)
+            if doubted is not None and not report.first:
+                run = doubted
+                self._show(run)
             if report.first and (run is None or run.reported):  # the compiler made one number of those of two runs
                 self._close(run)
                 run = _Run(site, report.total, number)
                 self._show(run)
             if run is None:
                 return
-            run.reported, run.heard_of = True, time.monotonic()
+            run.reported = True
+            run.hear()
             if report.done > run.done:  # chunks of padding change nothing
                 run.done = report.done
                 if run.is_open:
@@ -382,15 +402,22 @@ class Runs:
             return self._first_due.get(site, 1)
 
     def end(self, number: int) -> None:
-        """A run has ended. One of the same loop that began earlier and was silent meanwhile was abandoned."""
+        """A run has ended. One of the same loop that began earlier and was silent meanwhile may have been abandoned."""
         with self._lock:
             run = self._open.get(number)
-            if run is not None and run.done:
+            self._doubted.pop(number, None)
+            if run is None:
+                return
+            if run.done:
                 self._first_due[run.site] = run.pace.due_of_the_next_run(run.done)
             self._close(run)
-            for other in [] if run is None else map(self._open.get, run.silent):
-                if other is not None and time.monotonic() - other.heard_of >= PATIENCE:
+            for other in map(self._open.get, run.silent):
+                if other is not None and other.seems_abandoned(run.longest):
+                    if other.is_open:
+                        self._doubted[other.number] = other
                     self._close(other)
+            for oldest in list(self._doubted)[:-DOUBTED]:
+                del self._doubted[oldest]
 
     def close_all(self) -> None:
         """Closes what is open."""
