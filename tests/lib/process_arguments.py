@@ -73,6 +73,15 @@ def stream(folder: str, *, init: Any = None, key: Any = None, every: int | None 
     return treescan.stream(body, init, lambda start, n: put(XS[start : start + n], None, "d"), **options)
 
 
+def grown(folder: str) -> Any:
+    """Runs over a source that becomes longer twice, after a last part that was shorter, and after a whole one."""
+    for length in (6, 8, T):
+        h, _ = stream(f"{folder}/grown", every=1, length=length)
+    expected, _ = stream(folder)
+    assert all((a.data == b.data).all() for a, b in zip(h.addressable_shards, expected.addressable_shards, strict=True))
+    return h
+
+
 def told(run: Any) -> Any:
     """What is raised: its type and text."""
     try:
@@ -92,7 +101,7 @@ def main() -> None:
             print(json.dumps([name, told(functools.partial(stream, folder, length=T + number))]))
     if number:  # a stream of this process alone waits for nobody
         assert float(treescan.stream(lambda h, x: (h + x, None), 0.0, np.ones(5, np.float32), part=2)[0]) == 5
-    print(json.dumps(["at the end", told(functools.partial(stream, folder))]), flush=True)
+    print(json.dumps(["at the end", told(functools.partial(grown, folder))]), flush=True)
     jax.distributed.shutdown()
 
 
