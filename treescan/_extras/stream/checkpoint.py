@@ -13,7 +13,7 @@ import os
 import textwrap
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from ..._errors import CheckpointFault, Fault, Misuse, Row, expect, expect_int, 
 from ..._types import Checkpoint
 from .program import bare_of
 
-_LOCK, _REPLACED = ".lock", "replaced"
+_LOCK = ".lock"
 
 _locks = weakref.WeakSet[Any]()
 """The files whose locks this process holds. A process that it forks shares them, and would hold them while it runs."""
@@ -98,7 +98,7 @@ class Folder:
         self._part, self._length = part, _number(program["length"])
         self._manager: Any = None
         self._orbax: Any = None
-        self._steps = dict[int, int]()
+        self._steps, self._shorter = dict[int, int](), set[int]()
 
     @contextlib.contextmanager
     def opened(self) -> Generator[None]:
@@ -133,18 +133,14 @@ class Folder:
                     held.enter_context(self._lock())
                 except Fault as fault:
                     refused = fault
-            self._hear(refused, "open")
+            if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(refused is not None):
+                refused = refused or CheckpointFault(
+                    f"{{call}}: the first process could not open the folder `{self.settings.folder}` of checkpoints.",
+                    "Its own error says why.",
+                )
+            if refused is not None:
+                raise refused
             yield
-
-    def _hear(self, refused: Fault | None, what: str) -> None:
-        """Raises in all processes if the first one was refused to do something with the folder."""
-        if jax.process_count() > 1 and multihost_utils.broadcast_one_to_all(refused is not None):
-            refused = refused or CheckpointFault(
-                f"{{call}}: the first process could not {what} the folder `{self.settings.folder}` of checkpoints.",
-                "Its own error says why.",
-            )
-        if refused is not None:
-            raise refused
 
     @contextlib.contextmanager
     def _lock(self) -> Generator[None]:
@@ -195,7 +191,7 @@ class Folder:
             self._manager.wait_until_finished()
         try:
             self._manager.reload()
-            there += self._manager.all_steps()
+            there += set(self._manager.all_steps()) - self._shorter
         except Exception:
             return ""
         if not there:
@@ -217,7 +213,7 @@ class Folder:
         Raises:
             Fault: for a `CheckpointError` if it is one of another program, or if it is damaged and not to be skipped.
         """
-        damaged, shorter = dict[int, Exception](), list[int]()
+        damaged = dict[int, Exception]()
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 saved = self._read(step, init)
@@ -230,15 +226,14 @@ class Folder:
                 continue
             is_continued = saved.steps < self._length
             if saved.finished and is_continued and saved.steps % self._part:
-                shorter.append(step)  # its last part was a shorter one, which the longer run does not have
+                self._shorter.add(step)  # its last part was a shorter one, which the longer run does not have
                 continue
             if damaged and not self.settings.skip_damaged:
                 raise self._damaged(damaged, step, saved)
             if damaged:
-                self._skip(damaged, step, saved)
-            self._remove(shorter)
+                self._put_aside(damaged, step, saved)
             return saved._replace(finished=saved.finished and not is_continued)
-        if shorter:
+        if self._shorter:
             raise CheckpointFault(
                 f"{{call}}: the source is longer than when the run in `{self.settings.folder}` finished. Its last part "
                 f"was shorter than `part={self._part}`, and no older checkpoint is left.",
@@ -247,34 +242,6 @@ class Folder:
         if damaged:
             raise self._damaged(damaged)
         return None
-
-    def _put_aside(self, numbers: Iterable[int], why: str) -> None:
-        """Renames checkpoints, so that this run can write its own in their places."""
-        for number in numbers:
-            there = self._manager.directory / str(number)
-            there.rename(self._manager.directory / f"{number}.{why}-{time.time_ns()}")
-
-    def _by_the_first(self, change: Callable[[], None]) -> None:
-        """Has the first process change the folder. A change may be stopped anywhere, and is then made once more."""
-        refused = None
-        if not jax.process_index():
-            try:
-                with self._writing("written"):
-                    change()
-            except Fault as fault:
-                refused = fault
-        self._hear(refused, "write to")
-        self._manager.reload()
-
-    def _remove(self, numbers: Iterable[int]) -> None:
-        """Removes checkpoints, by another name: what is left of one where this is stopped is no checkpoint."""
-
-        def change() -> None:
-            self._put_aside(numbers, _REPLACED)
-            for each in self._manager.directory.glob(f"*.{_REPLACED}-*"):
-                each.rmtree()
-
-        self._by_the_first(change)
 
     def _damaged(self, damaged: dict[int, Exception], step: int = -1, saved: Saved | None = None) -> Fault:
         """The error for checkpoints that cannot be read, the newest of which is the first; `step` is a whole one."""
@@ -291,9 +258,13 @@ class Folder:
         says = f"{{call}}: the checkpoint {self._named(newest)} could not be read: {_reason(damaged[newest])}"
         return CheckpointFault(says, f"It may be damaged, or not be this run's. {cure}", cause=damaged[newest])
 
-    def _skip(self, damaged: Iterable[int], step: int, saved: Saved) -> None:
-        """Puts aside checkpoints that cannot be read."""
-        self._by_the_first(lambda: self._put_aside(damaged, "damaged"))
+    def _put_aside(self, damaged: Iterable[int], step: int, saved: Saved) -> None:
+        """Renames checkpoints that cannot be read. Stopped within, it renames the rest where the run begins again."""
+        with self._writing("written"):
+            for number in damaged:
+                there = self._manager.directory / str(number)
+                there.rename(self._manager.directory / f"{number}.damaged-{time.time_ns()}")
+            self._manager.reload()
         names = " and ".join(map(self._named, damaged))
         warn_user(
             f"Checkpoints that could not be read were renamed, {names}. The run continues from {self._named(step)}, "
@@ -320,7 +291,12 @@ class Folder:
         return saved
 
     def save(self, saved: Saved) -> None:
-        """Writes a checkpoint, in another thread: the carry is copied to the host before this returns."""
+        """Writes a checkpoint, in another thread: the carry is copied to the host before this returns.
+
+        Its number is that of the parts that are done, unless one is there from which this run could not go on. It is
+        the highest in any case. So nothing is changed before a run has something newer to save, and a run that is
+        stopped until then finds what it found before.
+        """
         args, leaves = self._orbax.args, {"carry": jax.tree.leaves(saved.carry), "last": saved.last}
         about = saved._asdict() | {name: list(map(_type_of, each)) for name, each in leaves.items()}
         state = {name: list(map(bare_of, each)) for name, each in leaves.items()}
@@ -328,9 +304,10 @@ class Folder:
             state=args.StandardSave(state | {"_": np.zeros(1)}),  # orbax saves no tree without leaves
             about=args.JsonSave(about | {"program": self._program}),
         )
-        self._steps[saved.done] = saved.steps
         with self._writing("written"):
-            self._manager.save(saved.done, args=composite, force=True)
+            number = max(saved.done, (self._manager.latest_step() or 0) + 1)
+            self._steps[number] = saved.steps
+            self._manager.save(number, args=composite, force=True)
 
     def _refuse_another(self, about: dict[str, Any]) -> None:
         before, now = about["program"], self._program
