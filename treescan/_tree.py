@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
 import functools
+import hashlib
 import itertools
 import json
+import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -145,10 +150,14 @@ def _where_off(prefix: PyTree, tree: PyTree, root: str, path: KeyPath) -> str:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix tree whose leaves are static: hashable, so that a Step may hold it."""
+    """A prefix tree whose leaves are static: hashable, so that a Step may hold it. Equal ones have the same leaves."""
 
-    leaves: tuple[Any, ...]
+    leaves: tuple[Any, ...] = field(compare=False)
     structure: TreeDef
+    was: tuple[Hashable, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "was", tuple(map(exact, self.leaves)))
 
     @classmethod
     def of(cls, tree: PyTree) -> Prefix:
@@ -192,28 +201,147 @@ def is_static(leaf: Any) -> bool:
     return False
 
 
+class _Itself:
+    """A value that is equal to nothing but itself."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def exact(value: Any) -> Hashable:
+    """What a static value is now, as part of the key of a cache: its type, and all that it holds.
+
+    Of two values these are equal if no program can tell the values apart. `==` is too little: 1, 1.0 and True are
+    equal, and so are 0.0 and -0.0, `Decimal("1")` and `Decimal("1.000")`, and an object and itself after it was
+    changed. It is too much for a NaN. Functions, classes, modules and arrays of JAX are themselves, as they are to JAX.
+    What cannot be read, or has too many parts, is equal to nothing: it is traced again.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if kind in _NUMBERS:
+        return kind, value
+    try:
+        return _exact(value, (), itertools.count())
+    except Exception:  # the user's own attributes, `repr` or hash
+        return _Itself(object())
+
+
+_ATOMS = frozenset({str, bytes, type(None), type, types.FunctionType, types.ModuleType, type(jax.jit(abs))})
+"""Types of which `==` alone says whether two values are the same."""
+
+_NUMBERS = frozenset({bool, int})
+
+_MOST_EXACT = 4096
+
+
+class _TooMany(Exception):
+    pass
+
+
+def _exact(value: Any, around: tuple[Any, ...], count: Iterator[int]) -> Hashable:
+    """As `exact`, of a part of the values `around`."""
+    kind = type(value)
+    if kind in _ATOMS or isinstance(value, type):
+        return value
+    if kind in _NUMBERS:
+        return kind, value
+    if isinstance(value, float | complex | np.generic):  # 0.0 is not -0.0, and NaN is NaN
+        return kind, repr(value)
+    if isinstance(value, jax.Array):
+        return _Itself(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return kind, value.dtype, value.shape, hashlib.sha256(value.tobytes()).digest()
+    for depth, other in enumerate(around):
+        if other is value:
+            return kind, depth
+    if next(count) > _MOST_EXACT:
+        raise _TooMany
+    told, parts = _parts_of(value, kind)
+    around = (*around, value)
+    inner = [_exact(part, around, count) for part in parts]
+    return kind, told, frozenset(inner) if isinstance(value, set | frozenset) else tuple(inner)
+
+
+_OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "jax", "jaxlib", "numpy"})
+"""The types of these have attributes that are computed when they are first asked for."""
+
+
+def _parts_of(value: Any, kind: type[Any]) -> tuple[Hashable, Iterable[Any]]:
+    """What a value says of itself by `==`, and the parts that say the rest."""
+    by_itself = kind.__hash__ is object.__hash__
+    if isinstance(value, _CONTAINERS):
+        if isinstance(value, functools.partial):
+            items = value.func, value.args, value.keywords
+        else:
+            items = value.items() if isinstance(value, dict) else value
+        return _Itself(value) if by_itself else None, (*items, *contents_of(value).items())
+    owner = getattr(value, "__self__", None) if callable(value) else None
+    if owner is not None and not isinstance(owner, type | types.ModuleType):  # a bound method
+        return _Itself(owner), (getattr(value, "__func__", value.__name__), owner)
+    is_known = kind.__module__.partition(".")[0] in _OF_LIBRARIES
+    if by_itself:
+        return _Itself(value), (getattr(value, "__wrapped__", None),) if is_known else contents_of(value).items()
+    if "__dataclass_fields__" in vars(kind):
+        return None, [getattr(value, name) for name in _compared(kind)]
+    if hasattr(kind, "__dataclass_fields__"):  # a class with more attributes than that of which it is made
+        return None, contents_of(value).items()
+    if kind.__hash__ is not None:
+        written = repr(value) if is_known else _written_in_c(value, kind)
+        return (value, written), () if is_known else contents_of(value).items()
+    if _written_in_c(value, kind):
+        raise TypeError(kind)  # what it holds is not to be seen, and can change
+    return None, contents_of(value).items()
+
+
+_CONTAINERS = (tuple, list, dict, set, frozenset, collections.deque, functools.partial)
+
+_fields: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
+
+
+def _compared(kind: type[Any]) -> tuple[str, ...]:
+    """The fields of a dataclass that count when two are compared."""
+    if kind not in _fields:
+        _fields[kind] = tuple([field.name for field in dataclasses.fields(kind) if field.compare])
+    return _fields[kind]
+
+
+def _written_in_c(value: Any, kind: Any) -> str:
+    """What a type of C in which a value may hide something writes of it; nothing if there is none."""
+    while kind.__base__ not in (object, None):
+        kind = kind.__base__
+    return "" if {"__dict__", "__slots__"} & vars(kind).keys() else kind.__repr__(value)
+
+
 @jtu.register_static
 @dataclass(frozen=True)
 class Static:
-    """Holds a static leaf: a node without leaves whose value is part of the tree's structure.
+    """Holds a static value, for example a leaf: a node without leaves whose value is part of the tree's structure.
 
-    It is equal by value where that can be hashed, by identity elsewhere. The latter makes a tree with an unhashable
-    static leaf a new structure in each call, so that a leaf which was mutated in place is never served from a cache.
-    An object that hashes by its identity is equal for as long as its attributes are the same objects.
+    Two are equal if no program can tell their values apart, as they were when these were given: see `exact`. One whose
+    value has no hash is equal to itself alone: the value can change, and a cache would return another object for it.
     """
 
     value: Any
     code: int = field(init=False)
-    contents: tuple[Any, ...] = field(init=False)
+    was: Hashable = field(init=False)
 
     def __post_init__(self) -> None:
-        hashes: Any = type(self.value).__hash__
-        contents = contents_of(self.value) if hashes is object.__hash__ else {}
-        object.__setattr__(self, "contents", tuple(contents.items()))
-        try:  # Python hashes a NaN by its identity
-            code = hash(repr(self.value) if isinstance(self.value, float | complex) else self.value)
-        except TypeError:
-            code = id(self)
+        was = exact(self.value)
+        try:
+            hash(self.value)
+            code = hash(was)
+        except Exception:
+            was, code = _Itself(object()), id(self)
+        object.__setattr__(self, "was", was)
         object.__setattr__(self, "code", code)  # as the value was: a cache may hold it when it has changed
 
     def __hash__(self) -> int:
@@ -222,17 +350,17 @@ class Static:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, Static) or self.code != other.code:  # of unhashable values: ids of what holds them
+        if not isinstance(other, Static) or self.code != other.code:
             return False
-        if type(self.value) is not type(other.value):
+        try:
+            return bool(self.was == other.was)
+        except Exception:  # an `==` of the user's
             return False
-        if isinstance(self.value, float | complex):  # 0.0 is not -0.0, and NaN is NaN
-            return repr(self.value) == repr(other.value)
-        return bool(self.value == other.value) and self._has_same_contents(other)
 
-    def _has_same_contents(self, other: Static) -> bool:
-        pairs = itertools.zip_longest(self.contents, other.contents, fillvalue=(None, None))
-        return all(name == again and value is there for (name, value), (again, there) in pairs)
+
+def are_same(value: Any, other: Any) -> bool:
+    """Whether no program can tell two static values apart, of which caches and loops may take one for the other."""
+    return value is other or exact(value) == exact(other)
 
 
 def contents_of(value: Any) -> dict[str, Any]:

@@ -40,7 +40,8 @@ class Option(ABC):
     """What an option of your own does in each step. A subclass is a dataclass with `frozen=True`, without arrays.
 
     It is given to a verb as an item of `options=[...]`. The first of several is the innermost, among those that are
-    around the same. An object is part of the key of the compiled program: it needs a hash, and `==` by value.
+    around the same. An object is part of the key of the compiled program: it needs a hash. Two objects share a program
+    if they are equal and what they hold is the same: 1, 1.0 and True are not, and neither are 0.0 and -0.0.
 
     Attributes:
         around: what it is put around; `BODY` if the class does not say.

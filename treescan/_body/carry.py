@@ -36,6 +36,7 @@ from .._loop.run import is_last_trace
 from .._tree import (
     KeyPath,
     Root,
+    are_same,
     children,
     holds_arrays,
     is_number,
@@ -109,7 +110,7 @@ def _same_leaf(given: Any, returned: Any) -> bool:
         return False
     if same_type(given, returned):
         return True
-    return is_static(given) and is_static(returned) and _same_value(given, returned)
+    return is_static(given) and is_static(returned) and are_same(given, returned)
 
 
 def one_of_a_kind(differences: list[Difference]) -> list[Cure]:

@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
+from .._tree import are_same
 from .feed import Feed
 from .replaced import replacement
 
@@ -41,7 +42,7 @@ class Memo:
     def __init__(self) -> None:
         self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._joint: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
+        self._joint: dict[_Reference, Memo] = {}
 
     def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What was made under `key` before, else what `make` returns.
@@ -66,20 +67,36 @@ class Memo:
 
     def joint(self, function: Callable[..., Any]) -> Memo:
         """What was made for this memo's body and another together: it goes with whichever of the two goes first."""
+        memo = weakref.ref(self)  # else only the collector would free it
+
+        def forget(reference: _Reference) -> None:
+            if (owner := memo()) is not None:
+                owner._joint.pop(reference, None)
+
         try:
-            return self._joint.setdefault(function, Memo())
+            return self._joint.setdefault(_Reference(function, forget), Memo())
         except Exception:  # as in `Body.of`
             return Memo()
 
 
 class _Reference(weakref.ref[Any]):
-    """A weak reference that is not shared.
+    """A weak reference that is not shared, and is equal to those of bodies that are the same; see `exact`.
 
     Python gives all who ask for a plain `weakref.ref` of an object the same one, and it keeps the hash that the object
     had when it was first asked. A body that hashes by value and was changed would be found under its old hash.
     """
 
     __slots__ = ()
+    __hash__ = weakref.ref.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or not isinstance(other, _Reference):
+            return self is other
+        own, its = self(), other()
+        if own is its or own is None or its is None:
+            return own is its is not None
+        is_equal = type(own) is type(its) and bool(own == its)
+        return is_equal and (isinstance(own, types.MethodType) or are_same(own, its))
 
 
 class Body:

@@ -16,6 +16,7 @@ from .._loop.feed import Feed, Slot
 from .._loop.loop import Loop, Step, is_untraced
 from .._trace.hoist import wrapped
 from .._transforms.transform import Stage, Transform
+from .._tree import Static
 from ..options import Around, Option
 
 
@@ -49,7 +50,7 @@ def around_steps(options: Any) -> list[Transform]:
                 "belong to the carry or to `feeds`.",
                 cause=error,
             ) from None
-        transforms += _OF[option.around](option)
+        transforms += _OF[option.around](Static(option))
     return transforms
 
 
@@ -62,12 +63,19 @@ def who(option: Option) -> str:
     return f"the option `{kind.__qualname__}` of `{kind.__module__.partition('.')[0]}`"
 
 
+def _option(holder: Any) -> Option:
+    """The option that a step or a transform holds, which is equal to another as `Static` says."""
+    return holder.given.value
+
+
 @dataclass(frozen=True)
 class WithOption:
     """A step with what an option adds."""
 
     step: Step
-    option: Option
+    given: Static
+
+    option = property(_option)
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         returned, failed = list[tuple[PyTree, PyTree]](), list[Exception]()
@@ -144,12 +152,14 @@ def fed(loop: Loop, option: Option) -> Loop:
 class AroundBody(Transform):
     """An option around the body. It is there before the step is traced, so that all others see the two as one."""
 
-    option: Option
+    given: Static
     stage: ClassVar[Stage] = Stage.EXTENDED
+
+    option = property(_option)
 
     def __call__(self, loop: Loop) -> Loop:
         turns = [fed(turn, self.option) for turn in loop.each]
-        return loop.with_turns([turn.having(step=WithOption(turn.step, self.option)) for turn in turns])
+        return loop.with_turns([turn.having(step=WithOption(turn.step, self.given)) for turn in turns])
 
 
 @dataclass(frozen=True)
@@ -166,8 +176,10 @@ class Lift(Transform):
 class AroundMask(Transform):
     """An option around the step of all rows."""
 
-    option: Option
+    given: Static
     stage: ClassVar[Stage] = Stage.CUT
+
+    option = property(_option)
 
     def __call__(self, loop: Loop) -> Loop:
         if loop.limit is not None or loop.turns:
@@ -176,11 +188,11 @@ class AroundMask(Transform):
                 "`around = Around.BODY` is supported everywhere.",
             )
         loop = fed(loop, self.option)
-        step = WithOption(loop.step, self.option)
+        step = WithOption(loop.step, self.given)
         return loop.having(step=step) if is_untraced(loop) else wrapped(loop, step_of=self._around)
 
     def _around(self, step: Step) -> Step:
-        return WithOption(step, self.option)
+        return WithOption(step, self.given)
 
 
 @dataclass(frozen=True)
@@ -191,7 +203,7 @@ class AroundRemat(AroundMask):
 
 
 _OF: dict[Around, Any] = {
-    Around.BODY: lambda option: [AroundBody(option)],
-    Around.MASK: lambda option: [AroundMask(option)],
-    Around.REMAT: lambda option: [Lift(), AroundRemat(option)],
+    Around.BODY: lambda given: [AroundBody(given)],
+    Around.MASK: lambda given: [AroundMask(given)],
+    Around.REMAT: lambda given: [Lift(), AroundRemat(given)],
 }

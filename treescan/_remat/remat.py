@@ -20,6 +20,7 @@ from .._trace.equations import equations_within
 from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
 from .._transforms.refuse import once_only, refuse_with_refs
 from .._transforms.transform import Stage, Transform
+from .._tree import Static
 from .._types import Remat
 from .budget import fit_budget
 from .checkpoint import (
@@ -85,10 +86,10 @@ class Recompute(Transform):
     """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for.
 
     Attributes:
-        remat: the plan; or for each of the loops that take turns its own, or None.
+        given: the plan, whose policy is the user's; or for each of the loops that take turns its own, or None.
     """
 
-    remat: Remat | Auto | tuple[Remat | None, ...]
+    given: Static
     stage: ClassVar[Stage] = Stage.RECOMPUTED
 
     @classmethod
@@ -99,7 +100,12 @@ class Recompute(Transform):
             Fault: for an `ArgumentError` if it is none of these, or a `Remat` that contradicts itself.
         """
         plan = check_remat_or_auto(remat)
-        return None if plan is None else cls(plan)
+        return None if plan is None else cls(Static(plan))
+
+    @property
+    def remat(self) -> Remat | Auto | tuple[Remat | None, ...]:
+        """The plan."""
+        return self.given.value
 
     def __call__(self, loop: Loop) -> Loop:
         if loop.limit is not None:

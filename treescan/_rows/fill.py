@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -188,7 +187,7 @@ def _cast(value: Any, leaf: Any, tree: PyTree, place: int) -> Array:
 
 
 def check_fill(fill: PyTree, *, may_hold: bool = True) -> PyTree:
-    """The fill with Python scalars as leaves. NaN becomes one and the same object, as caches compare by equality.
+    """The fill with Python scalars as leaves.
 
     Args:
         fill: what the user gave.
@@ -204,8 +203,7 @@ def check_fill(fill: PyTree, *, may_hold: bool = True) -> PyTree:
                 f"{{verb}} over {{body}}: `fill` must be a number, got {describe_argument(value)}.",
                 f"Give a Python or NumPy scalar, {others}or a prefix tree of them.",
             )
-        plain = value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
-        return math.nan if plain != plain else plain
+        return value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
 
     return jax.tree.map(scalar, fill, is_leaf=lambda leaf: leaf is None)
 

@@ -284,17 +284,15 @@ class Mask(Transform):
 
     Attributes:
         fill: a prefix of y: what it is on padded steps.
-        spelled: the fill as text: 0.0 and -0.0 compare as equal.
     """
 
     fill: Prefix
-    spelled: str
     stage: ClassVar[Stage] = Stage.MASKED
 
     @classmethod
     def of(cls, fill: PyTree) -> Mask:
         """With the fill as `check_fill` returns it."""
-        return cls(Prefix.of(fill), repr(fill))
+        return cls(Prefix.of(fill))
 
     def __call__(self, loop: Loop) -> Loop:
         if loop.masked.all_valid:

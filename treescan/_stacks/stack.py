@@ -34,6 +34,7 @@ from .._loop.loop import Body, is_jit_disabled, under_a_trace
 from .._transforms.axes import spread_prefix
 from .._tree import (
     Prefix,
+    are_same,
     freeze_leaves,
     freeze_static,
     is_number,
@@ -260,8 +261,7 @@ def _differences(root: str, given: PyTree, layer: PyTree, shared: list[bool]) ->
     if not same_structure(given, layer):
         return rows
     for old, (path, new), is_shared in zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True):
-        is_same = (type(old), repr(old)) == (type(new), repr(new))  # 1 is not True, NaN is NaN
-        if is_shared and is_number(old) and same_type(old, new) and not is_same:
+        if is_shared and is_number(old) and same_type(old, new) and not are_same(old, new):
             rows.append(Row(path, repr(old), describe_argument(new), "number"))
     return rows
 

@@ -424,7 +424,7 @@ def run_scan(
         call = dataclasses.replace(call, given=call.given._replace(rows=flags))
         of_outputs = (
             rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
-            Mask(filled, repr(rows.fill)),
+            Mask(filled),
             *dividing(flags),
             KeepRows(kept, filled),
             Skip(rows.chunk, rows.compact),

@@ -42,7 +42,7 @@ from .._outputs.outputs import KeepOutputs, MoveOutputs
 from .._stacks.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Transform
-from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
+from .._tree import Static, freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, ProgressLike, Remat, Save
 from ..carries._registry import Adopted, adopt
 from .options import checking, recording, showing
@@ -424,7 +424,7 @@ def _transforms(
     if plans is not None:
         from .._remat.remat import Recompute
 
-        within += (Recompute(plans),)
+        within += (Recompute(Static(plans)),)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
     saves, in_place = _of_outputs(saves, "all", stacks, caches), type(out_axes) is int and out_axes == 0
     of_all = stacks.sequence and not caches and type(out_axes) not in (int, list, tuple)  # which is no prefix of ys

@@ -18,7 +18,7 @@ from ..._errors import CHUNK_WORDS, BodyFault, Misuse, Row, expect, expect_int, 
 from ..._options.progress.meters import Progress
 from ..._remat.remat import Recompute, check_remat
 from ..._transforms.axes import spread_axes, static_axes
-from ..._tree import Prefix, leaves_with_path, same_structure
+from ..._tree import Prefix, Static, leaves_with_path, same_structure
 from ..._types import Axes, ChunkOptions, ProgressLike, RematLike, ValidMap, X, Y
 from ..._verbs.options import showing
 from ..._verbs.prepare import Prepared, body_of, prepare, refuse_batches
@@ -105,7 +105,8 @@ def chunk_map(
             raise Misuse("{call}: `show` of a `Progress` is given the carry, and {verb} has none.", cure)
         refuse_batches(xs, in_axes, CHUNK_MAP)
         call = prepare(CHUNK_MAP, f, (), xs, measure=_entries, in_axes=in_axes, unroll=unroll, masked=True)
-        return _run(call, min(size, call.call.length or size), out, None if plan is None else Recompute(plan), progress)
+        again = None if plan is None else Recompute(Static(plan))
+        return _run(call, min(size, call.call.length or size), out, again, progress)
     except Exception as error:
         explained = explain(error, "chunk_map", f, words=CHUNK_WORDS)
     raise explained

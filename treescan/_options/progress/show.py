@@ -23,6 +23,7 @@ from ..._trace.hoist import hoist, traced
 from ..._transforms.nest import run_levels
 from ..._transforms.refuse import refuse_symbolic
 from ..._transforms.transform import Stage, Transform
+from ..._tree import Static
 from .meters import (
     FEW,
     MOST,
@@ -114,11 +115,11 @@ class ShowProgress(Transform):
     """`progress`: shows how far the loop has come.
 
     Attributes:
-        progress: what the user said, with a label and a meter.
+        given: what the user said, a `Progress` with a label and a meter.
         custom: whether the state holds custom carries.
     """
 
-    progress: Progress
+    given: Static
     custom: bool = False
     stage: ClassVar[Stage] = Stage.SHOWN
 
@@ -130,7 +131,12 @@ class ShowProgress(Transform):
             Fault: for an `ArgumentError` if it is none of these, or a `Progress` that cannot be had.
         """
         checked = check_progress(progress, body, verb)
-        return None if checked is None else cls(checked, custom)
+        return None if checked is None else cls(Static(checked), custom)
+
+    @property
+    def progress(self) -> Progress:
+        """What the user said."""
+        return self.given.value
 
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
