@@ -336,7 +336,7 @@ def check_keywords(
         takes: the body's positional parameters in this call, where they are not always the same.
     """
     takes = takes or convention.takes
-    accepts, needs, is_fit = body.memo((check_keywords, len(takes)), lambda: _keywords(body, len(takes)))
+    accepts, needs, is_fit = body.memo.keep((check_keywords, len(takes)), lambda: _keywords(body, len(takes)))
     if not is_fit:
         raise _unfit(body, convention, takes)
     for name, why in given.items():

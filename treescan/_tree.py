@@ -358,6 +358,26 @@ class Static:
             return False
 
 
+def kin(key: Hashable) -> int:
+    """A hash of what the key of a cache says, but for which functions and objects are in it.
+
+    Of functions it says where they were written, and of objects that are equal to themselves alone which type they
+    have. So calls that make them anew have keys of one kin.
+    """
+    kind = type(key)
+    if isinstance(key, Static):
+        return kin(key.was)
+    if isinstance(key, types.FunctionType):
+        return hash(key.__code__)
+    if isinstance(key, _Itself):
+        return hash(type(key.value))
+    if isinstance(key, tuple):
+        return hash((kind, *map(kin, key)))
+    if "__dataclass_fields__" in vars(kind) and kind.__hash__ is not object.__hash__:
+        return hash((kind, *(kin(getattr(key, name)) for name in _compared(kind))))
+    return hash(key)
+
+
 def are_same(value: Any, other: Any) -> bool:
     """Whether no program can tell two static values apart, of which caches and loops may take one for the other."""
     return value is other or exact(value) == exact(other)

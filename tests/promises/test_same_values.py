@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import gc
+import weakref
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -439,3 +441,75 @@ def test_what_is_too_large_to_be_compared_is_traced_again():
     for leaf[-1] in (1.0, 5.0):
         told.append(float(of_leaf(leaf)))
     assert told == [3.0, 15.0]
+
+
+# What each call makes anew.
+
+
+class Large:
+    """Stands for what functions close over."""
+
+
+class Quiet(AbstractProgressMeter):
+    def __init__(self, held=None):
+        self.held = held
+
+    def init(self, *args, **options):
+        del args, options
+
+    step = close = init
+
+
+def with_policy(held):
+    def policy(prim, *_, **__):
+        return held is not None and prim.name == "tanh"
+
+    def loss(carry):
+        return treescan.scan(plain, carry, XS, remat=treescan.Remat(policy=policy))[0]
+
+    loss(0.0)
+    jax.grad(loss)(0.0)
+
+
+def with_show(held):
+    def show(carry):
+        return {"h": carry if held is not None else 0}
+
+    treescan.scan(plain, 0.0, XS, progress=Progress("a", show=show, meter=Quiet()))
+    jax.effects_barrier()
+
+
+def with_meter(held):
+    treescan.scan(plain, 0.0, XS, progress=Progress("a", meter=Quiet(held)))
+    jax.effects_barrier()
+
+
+def with_option(held):
+    def same(y):
+        return y if held is not None else None
+
+    for disable in (False, True):
+        with jax.disable_jit(disable):
+            treescan.scan(plain, 0.0, XS, options=[Applies(same)])
+
+
+@parametrize("run", {"policy": with_policy, "show": with_show, "meter": with_meter, "option": with_option})
+def test_of_what_each_call_makes_anew_a_few_are_kept(run):
+    """Its body lives on. Nothing tells that a function is not to come again, so a few of one origin are kept."""
+
+    def used():
+        held = Large()
+        run(held)
+        return weakref.ref(held)
+
+    references = [used() for _ in range(12)]
+    gc.collect()
+    assert sum(reference() is not None for reference in references) <= 8
+
+
+def test_functions_that_come_again_are_kept():
+    factors = [functools.partial(jnp.multiply, k) for k in range(4)]
+    for _ in range(2):
+        told = [float(of_option(factor)) for factor in factors]
+    assert told == [0.0, 3.0, 6.0, 9.0]
+    assert [compilations(lambda factor=factor: of_option(factor)) for factor in factors] == [[]] * 4

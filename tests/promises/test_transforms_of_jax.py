@@ -1,9 +1,12 @@
 """What JAX does to programs and with them happens to treescan's loops as it happens to those of `jax.lax.scan`."""
 
 import functools
+import gc
+import weakref
 
 import chex
 import flax.linen
+import flax.nnx
 import jax
 import jax.export
 import jax.numpy as jnp
@@ -13,10 +16,12 @@ from jax.experimental import io_callback
 from loops import array, over
 from oracle import assert_bitwise
 from thin import parametrize
+from traces import Counted
 
 import treescan
 from treescan._loop.replaced import find_own
 from treescan.carries import ema
+from treescan.integrations.nnx import scan as nnx_scan
 
 XS = array(4)
 
@@ -310,6 +315,73 @@ def test_lax_scan_is_what_a_program_has_put_there(instead, monkeypatch):
     seen.clear()
     assert_bitwise(run(), expected)
     assert not seen
+
+
+def seen_by(orig, seen):
+    """A tool that hands the body on as it is: a profiler, or a program's own wrapper."""
+
+    def scan(*args, **options):
+        seen.append(args[0])
+        return orig(*args, **options)
+
+    return scan
+
+
+def as_module(step):
+    return flax.nnx.scan(step, in_axes=(flax.nnx.Carry, 0), out_axes=(flax.nnx.Carry, 0))
+
+
+def as_fold(step):
+    return functools.partial(treescan.fold, lambda c, x: step(c, x)[0])
+
+
+EAGER = {
+    "jax": lambda step: lambda *given: jax.lax.scan(step, *given),
+    "scan": lambda step: functools.partial(treescan.scan, step),
+    "fold": as_fold,
+    "layers": lambda step: functools.partial(treescan.fold_layers, lambda layer, x: step(x, layer)[0]),
+    "flax": as_module,
+    "nnx": lambda step: nnx_scan(step, in_axes=(flax.nnx.Carry, 0), out_axes=(flax.nnx.Carry, 0)),
+}
+
+
+@parametrize("make", EAGER)
+@pytest.mark.parametrize("orig", [LAX_SCAN, treescan.scan], ids=["jax", "treescan"])
+def test_a_tool_in_the_place_of_lax_scan_costs_no_traces(make, orig, monkeypatch):
+    """As without it: and it sees a loop in each call all the same."""
+    seen, counted = [], Counted(lambda c, x: (c + x, x))
+    run = make(counted.body)
+    monkeypatch.setattr(jax.lax, "scan", seen_by(orig, seen))
+    for expected in (1, 0, 0):
+        seen.clear()
+        assert counted.traces(lambda _: run(array(), XS)) == expected
+        assert seen
+
+
+def test_a_tool_that_goes_takes_what_was_made_for_it(monkeypatch):
+    """Neither does it live on with the body, nor does what was traced through it."""
+
+    def within(carry, x):
+        return carry + jax.lax.scan(lambda c, y: (c + y, y), x, XS)[0], x
+
+    def used(factor):
+        def scaled(*args, **options):
+            carry, ys = LAX_SCAN(*args, **options)
+            return carry * factor, ys
+
+        tool = seen_by(scaled, [])
+        with monkeypatch.context() as patched:
+            patched.setattr(jax.lax, "scan", tool)
+            result = float(treescan.scan(within, jnp.float32(0), XS)[0])
+            assert result == float(treescan.scan(within, jnp.float32(0), XS)[0])
+        return weakref.ref(tool), result
+
+    plain = float(treescan.scan(within, jnp.float32(0), XS)[0])
+    (first, one), (second, two) = used(1), used(2)
+    gc.collect()
+    assert (first(), second()) == (None, None)
+    assert one == plain != two
+    assert float(treescan.scan(within, jnp.float32(0), XS)[0]) == plain
 
 
 OF_STEPS = {

@@ -86,5 +86,5 @@ def annotated(body: Body) -> contextlib.AbstractContextManager[Scope | None]:
         return contextlib.nullcontext()
     from .annotations import signature_of
 
-    signature = body.memo(signature_of, lambda: signature_of(body))
+    signature = body.memo.keep(signature_of, lambda: signature_of(body))
     return contextlib.nullcontext() if signature is None else signature.scope()

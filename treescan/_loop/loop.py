@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
-from .._tree import are_same
+from .._tree import are_same, kin
 from .feed import Feed
 from .replaced import replacement
 
@@ -32,12 +32,16 @@ if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
 
 _T = TypeVar("_T")
 
-_KEPT = 64
+_KEPT, _OF_ONE_KIN = 64, 8
 _UNKNOWN: Any = object()
 
 
 class Memo:
-    """What was made for a body or for one call; the 64 last used things are kept."""
+    """What was made for a body or for one call: the 64 last used things are kept.
+
+    Of those whose keys differ only in functions or objects of one origin, eight are: a policy, a `show` or a static
+    leaf that each call makes anew never comes again, and all that it closes over would be kept as long as the body.
+    """
 
     def __init__(self) -> None:
         self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
@@ -47,23 +51,38 @@ class Memo:
     def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What was made under `key` before, else what `make` returns.
 
-        While a program has something of its own in the place of `jax.lax.scan`, nothing is kept: what is there has to
-        see the loops of each call, and what was traced through it must not run when it is gone.
+        While a program has something of its own in the place of `jax.lax.scan`, it has things of its own, too: what was
+        traced through it must not run when it is gone.
         """
-        if replacement() is not None:
-            return make()
+        other = replacement()
+        if other is not None:
+            return self.joint(other).keep(key, make)
+        return self.keep(key, make)
+
+    def program(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """As a call, of a compiled program: it hides its loops from what is in the place of `jax.lax.scan`.
+
+        While something is there, no program is kept: it has to see the loops of each call.
+        """
+        return self.keep(key, make) if replacement() is None else make()
+
+    def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """As a call, whatever is in the place of `jax.lax.scan`: of what no loop is in."""
         with self._lock:
             known = self._made.get(key, _UNKNOWN)
             if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others
                 self._made.move_to_end(key)
         if known is not _UNKNOWN:
-            return known
-        value = make()
+            return known[0]
+        made = make(), kin(key)
         with self._lock:
-            value = self._made.setdefault(key, value)
-            if len(self._made) > _KEPT:
+            made = self._made.setdefault(key, made)
+            alike = [other for other, (_, its_kin) in self._made.items() if its_kin == made[1]]
+            if len(alike) > _OF_ONE_KIN:
+                del self._made[alike[0]]
+            elif len(self._made) > _KEPT:
                 self._made.popitem(last=False)
-        return value
+        return made[0]
 
     def joint(self, function: Callable[..., Any]) -> Memo:
         """What was made for this memo's body and another together: it goes with whichever of the two goes first."""

@@ -383,7 +383,7 @@ def _as_function(loop: Loop, step: Step) -> Step:
     def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         return step(consts, state, feed)
 
-    return (loop.callee.memo or loop.body.memo)((_as_function, step), lambda: jax.jit(body))
+    return (loop.callee.memo or loop.body.memo).program((_as_function, step), lambda: jax.jit(body))
 
 
 def _settled(loop: Loop) -> PyTree:

@@ -464,7 +464,8 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     places, of_places = jax.tree.flatten(shardings, is_leaf=_is_place)
     types = (structure, *map(jax.typeof, given), of_places, *places)
     mesh = jax.sharding.get_abstract_mesh()
-    made = body.programs(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
+    make = functools.partial(_program, body, n, shardings, mesh, key, frozen)
+    made = body.programs.program(("init_layers", n, types, mesh), make)
     with jax.disable_jit(False):  # which would leave shardings out
         stacked = made(key, frozen)
     del alive

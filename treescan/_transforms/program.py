@@ -91,7 +91,7 @@ def execute(program: Program, given: Arguments, programs: Memo, *, moves: bool =
     if (moves or donates) and not is_jit_disabled() and not under_a_trace():
         key: Hashable = ("jit", donates, program, is_rewriting(), debugs_nans(), checks_key_reuse())
         donated = (0,) if donates else ()
-        compiled: Callable[[PyTree, Arguments], Any] = programs(
+        compiled: Callable[[PyTree, Arguments], Any] = programs.program(
             key, lambda: jax.jit(functools.partial(_run, program), donate_argnums=donated)
         )
         return compiled(given.init, given._replace(init=None))

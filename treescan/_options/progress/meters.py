@@ -597,7 +597,9 @@ class Reporter:
                     return arg
                 return unspread(arg)[0] if size else jnp.zeros_like(arg, shape=arg.shape[1:])
 
-            return once(*map(given, args, in_batched)), False if has_result else ()
+            # Not by `once`: JAX keeps its trace, and this rule with it, until `once` is gone.
+            again = self._once(call, has_result=has_result)
+            return again(*map(given, args, in_batched)), False if has_result else ()
 
         once.def_vmap(rule)
 
