@@ -248,7 +248,7 @@ class _TooMany(Exception):
 
 
 def _exact(value: Any, around: tuple[Any, ...], count: Iterator[int]) -> Hashable:
-    """As `exact`, of a part of the values `around`."""
+    """What a part of the values `around` is now; see `exact`."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, type):
         return value

@@ -60,14 +60,14 @@ class Memo:
         return self.keep(key, make)
 
     def program(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """As a call, of a compiled program: it hides its loops from what is in the place of `jax.lax.scan`.
+        """The compiled program that was made under `key` before, else what `make` returns.
 
-        While something is there, no program is kept: it has to see the loops of each call.
+        While something is in the place of `jax.lax.scan`, no program is kept: it would hide its loops from that.
         """
         return self.keep(key, make) if replacement() is None else make()
 
     def keep(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """As a call, whatever is in the place of `jax.lax.scan`: of what no loop is in."""
+        """What was made under `key` before, else what `make` returns, whatever is in the place of `jax.lax.scan`."""
         with self._lock:
             known = self._made.get(key, _UNKNOWN)
             if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others
