@@ -277,12 +277,11 @@ _OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "jax", "jaxlib", "numpy"})
 
 def _parts_of(value: Any, kind: type[Any]) -> tuple[Hashable, Iterable[Any]]:
     """What a value says of itself by `==`, and the parts that say the rest."""
-    by_itself = kind.__hash__ is object.__hash__
+    hashes: Any = kind.__hash__
+    by_itself = hashes is object.__hash__
     if isinstance(value, _CONTAINERS):
-        if isinstance(value, functools.partial):
-            items = value.func, value.args, value.keywords
-        else:
-            items = value.items() if isinstance(value, dict) else value
+        items: Any = value.items() if isinstance(value, dict) else value
+        items = (value.func, value.args, value.keywords) if isinstance(value, functools.partial) else items
         return _Itself(value) if by_itself else None, (*items, *contents_of(value).items())
     owner = getattr(value, "__self__", None) if callable(value) else None
     if owner is not None and not isinstance(owner, type | types.ModuleType):  # a bound method
@@ -294,7 +293,7 @@ def _parts_of(value: Any, kind: type[Any]) -> tuple[Hashable, Iterable[Any]]:
         return None, [getattr(value, name) for name in _compared(kind)]
     if hasattr(kind, "__dataclass_fields__"):  # a class with more attributes than that of which it is made
         return None, contents_of(value).items()
-    if kind.__hash__ is not None:
+    if hashes is not None:
         written = repr(value) if is_known else _written_in_c(value, kind)
         return (value, written), () if is_known else contents_of(value).items()
     if _written_in_c(value, kind):
