@@ -17,8 +17,9 @@ __all__ = ["Around", "Feed", "Option", "Slot", "Step"]
 class Around(Enum):
     """What an option of your own is put around; the value says what it then sees.
 
-    The three give the same values, and may give different gradients and effects: one that clips cotangents sees those
-    of padded rows only from `MASK` on, and one that prints does so again wherever it is recomputed.
+    The three give the same values if the option changes none; from `MASK` on, it changes those of padded rows too. They
+    may give different gradients and effects: one that clips cotangents sees those of padded rows only from `MASK` on,
+    and one that prints does so again wherever it is recomputed.
     """
 
     BODY = (

@@ -210,9 +210,6 @@ case()(
     carry_axes_no_prefix_beside_custom_carry=lambda one: over_rows(
         {"h": one * jnp.ones(2), "loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": {"h": {"a": 0}, "loss": 0}}
     ),
-    compact_with_shared_keys=lambda one: over_rows(
-        {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, compact=True
-    ),
     # What the body returns.
     carry_without_custom_carry=lambda one: scan(
         named("step", lambda state, x: ({"h": state["h"] + x, "losses": x}, state["loss"])),

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 import treescan
 from treescan import fold, mask_scan, scan
+from treescan.carries import keys
 
 
 def step(carry, x):
@@ -121,6 +122,20 @@ def repad_too_long(one):
 case(less=("disable_jit",))(
     compact_body_counts_rows=lambda one: masked(
         one, named("step", lambda carry, x: ((carry if len(x) == 1 else carry + 1), None)), compact=True
+    ),
+    compact_with_shared_keys=lambda one: mask_scan(
+        lambda carry, x: ({**carry, "h": carry["h"] + jax.random.normal(carry["key"], carry["h"].shape)}, None),
+        {"h": pair(one), "key": keys(jax.random.key(0))},
+        ROWS,
+        lengths=LENGTHS,
+        compact=True,
+    ),
+    compact_with_keys_of_rbg=lambda one: mask_scan(
+        lambda h, row_keys: (h + jax.vmap(jax.random.normal)(row_keys), None),
+        pair(one),
+        jax.random.split(jax.random.key(0, impl="rbg"), (3, 2)),
+        lengths=LENGTHS,
+        compact=True,
     ),
     compact_of_symbolic_rows=lambda one: exported(
         lambda xs: mask_scan(step, xs[0], xs, lengths=jnp.zeros(xs.shape[1], int), compact=True), "8, b"

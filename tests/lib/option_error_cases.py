@@ -12,6 +12,7 @@ from treescan.options import Option, Slot
 
 XS = jnp.arange(4.0)
 SCALE: Slot[Any] = Slot("scale")
+OF_ROWS: Slot[Any] = Slot("mylib.scale", rows=True)
 
 
 def step(carry, x):
@@ -75,6 +76,9 @@ case()(
     ),
     option_around_the_mask_of_a_pattern=lambda one: scan_layers(
         [lambda x, h: (h + x, x)] * 2, one, [XS, XS], options=[ClipRows(1.0)]
+    ),
+    option_whose_slot_has_other_rows=lambda one: mask_scan(
+        step, one * jnp.ones(2), jnp.ones((4, 2)), options=[Feeding(OF_ROWS, ((1.0,) * 3,) * 4)], **rows
     ),
     option_whose_slot_may_have_rows=lambda one: mask_scan(
         step, one * jnp.ones(2), jnp.ones((4, 2)), options=[Feeding(SCALE)], compact=True, **rows

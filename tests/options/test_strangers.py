@@ -11,7 +11,7 @@ from oracle import assert_close
 from thin import everyday
 
 import treescan
-from treescan.options import Option, Slot
+from treescan.options import Around, Option, Slot
 
 T, B, D, MOST = 24, 4, 8, 0.01
 RNG = np.random.default_rng(0)
@@ -184,3 +184,53 @@ def test_the_first_option_is_the_innermost_and_a_program_is_compiled_once():
         before = len(traces)
     treescan.scan(body, 1.0, jnp.ones(3), options=[Clip(1.0)])
     assert len(traces) == before
+
+
+class Numbered(Option):
+    """Adds to each row a number of its own, at each step another."""
+
+    NUMBERS = Slot("numbers", rows=True)
+
+    def __call__(self, step, consts, state, feed):
+        state, y = step(consts, state, feed)
+        return state, y + self.NUMBERS.of(feed)
+
+    def feeds(self, length):
+        return {self.NUMBERS: jnp.arange(1.0 * length * B).reshape(length, B)}
+
+
+class NumberedOutside(Numbered):
+    around = Around.MASK
+
+
+class NumberedOnce(Numbered):
+    around = Around.REMAT
+
+
+class OfTooFewRows(Numbered):
+    def feeds(self, length):
+        return {self.NUMBERS: {"one": jnp.ones((length, B)), "other": jnp.ones((length, B - 1))}}
+
+
+class OfTooFewRowsOutside(OfTooFewRows):
+    around = Around.MASK
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"compact": True}, {"chunk": 4, "remat": "step"}], ids=str)
+def test_what_has_rows_is_fed_around_the_mask_too(options, disabled):
+    _, ys = mask_scan(cell(W, clip=False), H0, XS, **options)
+    expected = ys + jnp.arange(1.0 * T * B).reshape(T, B)
+    with jax.disable_jit(disabled):
+        for kind in (Numbered, NumberedOutside, NumberedOnce):
+            _, got = mask_scan(cell(W, clip=False), H0, XS, options=[kind()], **options)
+            valid = jnp.arange(T)[:, None] < LENGTHS[None]
+            assert_close(got[valid], expected[valid])
+
+
+@pytest.mark.parametrize("kind", [OfTooFewRows, OfTooFewRowsOutside])
+@pytest.mark.parametrize("options", [{}, {"compact": True}], ids=str)
+def test_rows_of_a_slot_are_those_of_the_batch(kind, options):
+    for verb in (mask_scan, while_scan) if kind is OfTooFewRows else (mask_scan,):
+        with pytest.raises(treescan.errors.PluginError, match=r"fed\s+float32\[24,3\]"):
+            verb(cell(W, clip=False), H0, XS, options=[kind()], **options)

@@ -1,5 +1,6 @@
 """`compact`: each chunk's live rows run alone, on the smallest tier that holds them; the user's order is kept."""
 
+import dataclasses
 import functools
 
 import chex
@@ -13,6 +14,7 @@ from loops import array
 from thin import parametrize
 
 import treescan
+from treescan.options import Around, Option, Slot
 
 STEPS, ROWS, WIDTH, CHUNK = 9, 8, 2, 2  # a remainder of one step, which runs on all rows
 TIERS = (1, 2, 4, 8)
@@ -162,3 +164,112 @@ def test_a_body_that_does_something_else_on_fewer_rows_is_found_out(body):
     mask = RUNS["falling"][0]
     with pytest.raises(treescan.errors.BodyError, match=r"behaved differently when `compact` called it with 1 of the"):
         ours(*data(mask), mask, body=body)
+
+
+# Random numbers.
+
+
+@dataclasses.dataclass(frozen=True)
+class Noise(Option):
+    """Adds random numbers to the carry, from a key that all rows share."""
+
+    KEY = Slot("test.key", rows=False)
+
+    def __call__(self, step, consts, state, feed):
+        state, y = step(consts, state, feed)
+        return state + jax.random.normal(self.KEY.of(feed), state.shape), y
+
+    def feeds(self, length):
+        return {self.KEY: shared(length, typed=True)}
+
+
+class NoiseOutside(Noise):
+    around = Around.MASK
+
+    def __call__(self, step, consts, state, feed):
+        (total,), y = step(consts, state, feed)
+        return [total + jax.random.normal(self.KEY.of(feed), total.shape)], y
+
+
+def shared(length, *, typed):
+    """A key for each step."""
+    return jax.random.split(jax.random.key(0) if typed else jax.random.PRNGKey(0), length)
+
+
+def drawn(h, x):
+    return h + x[0] + jax.random.normal(x[1], h.shape), None
+
+
+def drawn_once(h, x):
+    """All rows are given the same number."""
+    return h + x[0] + jax.random.normal(x[1]), None
+
+
+def drawn_by_name(h, x):
+    """Each row makes its own key, of the number that x gives it."""
+    row_keys = jax.vmap(jax.random.fold_in, (None, 0))(x[1], x[2])
+    return h + x[0] + jax.vmap(jax.random.normal)(row_keys), None
+
+
+def drawn_in_a_loop(h, x):
+    return jax.lax.scan(lambda h, key: (h + jax.random.uniform(key, h.shape), None), h, shared(3, typed=True))[0], None
+
+
+def drawn_of_the_carry(carry, x):
+    (h, key), _ = carry, x
+    now, later = jax.random.split(key)
+    return (h + jax.random.normal(now, h.shape), later), None
+
+
+def split_by_rows(h, x):
+    return h + jax.vmap(jax.random.normal)(jax.random.split(x[1], len(h))), None
+
+
+def add_up(h, x):
+    return h + x, None
+
+
+OF_XS = {"row_axes": {"x": (0, None)}}
+OF_CARRY = {"row_axes": {"carry": (0, None)}}
+ZEROS = jnp.zeros((STEPS, ROWS))
+DOORS = {
+    "xs": (drawn, None, (ZEROS, shared(STEPS, typed=True)), OF_XS),
+    "raw keys in xs": (drawn, None, (ZEROS, shared(STEPS, typed=False)), OF_XS),
+    "split within": (split_by_rows, None, (ZEROS, shared(STEPS, typed=True)), OF_XS),
+    "a whole leaf of xs": (drawn, None, (ZEROS, jax.random.key(0)), {**OF_XS, "time_axis": {"xs": (0, None)}}),
+    "the carry": (drawn_of_the_carry, jax.random.key(0), ZEROS, OF_CARRY),
+    "raw keys in the carry": (drawn_of_the_carry, jax.random.PRNGKey(0), ZEROS, OF_CARRY),
+    "a closure": (drawn_in_a_loop, None, ZEROS, {}),
+    "a slot": (add_up, None, ZEROS, {"options": [Noise()]}),
+    "a slot around the mask": (add_up, None, ZEROS, {"options": [NoiseOutside()]}),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_numbers_that_all_rows_draw_at_once_are_refused_by_every_door(door):
+    body, key, xs, options = DOORS[door]
+    init = jnp.zeros(ROWS) if key is None else (jnp.zeros(ROWS), key)
+    run = functools.partial(treescan.mask_scan, body, init, xs, lengths=jnp.arange(ROWS) + 1, **options)
+    run()
+    with pytest.raises(treescan.TreescanError, match="random numbers that are drawn\\s+for all rows"):
+        run(compact=True)
+
+
+def test_a_condition_that_draws_for_all_rows_at_once_is_refused():
+    def holds(h):
+        return h < 3 + jax.random.uniform(jax.random.key(0), h.shape)
+
+    run = functools.partial(treescan.while_scan, holds, lambda h, _: (h + 1, None), jnp.zeros(ROWS), max_length=20)
+    run()
+    with pytest.raises(treescan.TreescanError, match="random numbers that are drawn\\s+for all rows"):
+        run(compact=True)
+
+
+@pytest.mark.parametrize("body", [drawn_once, drawn_by_name])
+def test_numbers_that_do_not_depend_on_the_rows_are_the_same(body):
+    names = jnp.broadcast_to(jnp.arange(ROWS), (STEPS, ROWS))
+    xs = ZEROS, shared(STEPS, typed=True), names
+    options = {"lengths": jnp.arange(ROWS) + 1, "row_axes": {"x": (0, None, 0)}}
+    plain, _ = treescan.mask_scan(body, jnp.zeros(ROWS), xs, **options)
+    ordered, _ = treescan.mask_scan(body, jnp.zeros(ROWS), xs, compact=True, **options)
+    chex.assert_trees_all_close(ordered, plain)

@@ -14,6 +14,7 @@ from .._body.carry import agree, find_differences
 from .._errors import Fault, PluginFault, TypeMisuse
 from .._loop.feed import Feed, Slot
 from .._loop.loop import Loop, Step, is_untraced
+from .._rows.checks import check_slots
 from .._trace.hoist import wrapped
 from .._transforms.transform import Stage, Transform
 from .._tree import Static
@@ -70,10 +71,11 @@ def _option(holder: Any) -> Option:
 
 @dataclass(frozen=True)
 class WithOption:
-    """A step with what an option adds."""
+    """A step with what an option adds. What the option alone is fed goes no further: the step is traced without it."""
 
     step: Step
     given: Static
+    fed: tuple[Slot[Any], ...] = ()
 
     option = property(_option)
 
@@ -81,6 +83,8 @@ class WithOption:
         returned, failed = list[tuple[PyTree, PyTree]](), list[Exception]()
 
         def step(consts: PyTree, state: PyTree, feed: Feed, /) -> tuple[PyTree, PyTree]:
+            for slot in self.fed:
+                feed = slot.put(feed, None)
             try:
                 returned.append(self.step(consts, state, feed))
             except Exception as error:  # of the body, or of another option
@@ -116,8 +120,8 @@ class WithOption:
         )
 
 
-def fed(loop: Loop, option: Option) -> Loop:
-    """The loop, whose feed has what the slots of an option hold."""
+def fed(loop: Loop, option: Option) -> tuple[Loop, tuple[Slot[Any], ...]]:
+    """The loop, whose feed has what the slots of an option hold, and these slots."""
     feeds = option.feeds(loop.length)
     if not isinstance(feeds, Mapping):
         raise PluginFault(
@@ -145,7 +149,7 @@ def fed(loop: Loop, option: Option) -> Loop:
                 f"Each array has {loop.length} entries along its first axis, one for each {{unit}}.",
             )
         xs = slot.put(xs, jax.tree.map(jnp.asarray, value))
-    return loop.having(xs=xs)
+    return loop.having(xs=xs), tuple(feeds)
 
 
 @dataclass(frozen=True)
@@ -159,7 +163,7 @@ class AroundBody(Transform):
 
     def __call__(self, loop: Loop) -> Loop:
         turns = [fed(turn, self.option) for turn in loop.each]
-        return loop.with_turns([turn.having(step=WithOption(turn.step, self.given)) for turn in turns])
+        return loop.with_turns([turn.having(step=WithOption(turn.step, self.given, slots)) for turn, slots in turns])
 
 
 @dataclass(frozen=True)
@@ -187,12 +191,19 @@ class AroundMask(Transform):
                 f"{{call}}: {who(self.option)} is around more than the body, which {{verb}} does not support.",
                 "`around = Around.BODY` is supported everywhere.",
             )
-        loop = fed(loop, self.option)
-        step = WithOption(loop.step, self.given)
-        return loop.having(step=step) if is_untraced(loop) else wrapped(loop, step_of=self._around)
+        plain = is_untraced(loop)
+        loop, slots = fed(loop if plain else wrapped(loop), self.option)  # its step was traced without them
+        step = WithOption(loop.step, self.given, slots)
+        if loop.rows is not None:
+            check_slots(loop.xs, loop.xs.valid.shape[1:])
+        if plain:
+            return loop.having(step=step)
+        loop = wrapped(loop, step_of=lambda _: step)
+        if loop.rows is not None and len(loop.masked.tiers) > 1:
+            from .._rows.compact import refuse_draws_around
 
-    def _around(self, step: Step) -> Step:
-        return WithOption(step, self.given)
+            refuse_draws_around(loop)
+        return loop
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
@@ -13,6 +14,7 @@ from .._avals import (
     Array,
     clamped,
     describe_argument,
+    describe_leaf,
     describe_traced,
     dtype_of,
     exact_int,
@@ -22,9 +24,11 @@ from .._errors import (
     ArgumentError,
     ArgumentTypeError,
     Misuse,
+    PluginFault,
     TypeMisuse,
     expect,
 )
+from .._loop.feed import Feed, slots_of
 from .axes import RowFlags
 
 
@@ -154,6 +158,20 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
             f"{swapped}xs has {steps} steps: give `{name}` the same number, along axis {time_axis}.",
         )
     return jnp.asarray(flags)
+
+
+def check_slots(feed: Feed, batch: tuple[int, ...]) -> None:
+    """The batch shape follows the steps in what slots hold that say they have rows."""
+    for slot, value in slots_of(feed):
+        bad = [leaf for leaf in jax.tree.leaves(value) if leaf.shape[1 : len(batch) + 1] != batch] if slot.rows else []
+        if bad:
+            shape = ",".join(map(str, (bad[0].shape[0], *batch)))
+            raise PluginFault(
+                f"{{call}}: the slot `{slot.name}` says `rows=True`, but is fed {describe_leaf(bad[0])}, without the "
+                "rows of the batch.",
+                f"Feed it [{shape}, ...]: the steps, then the batch shape. If all rows share the array: `Slot(name, "
+                "rows=False)`.",
+            )
 
 
 def check_time_axis(time_axis: Any, name: str = "time_axis", *others: str) -> int:

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._avals import Array, LeafAxes, PyTree, in_mesh, is_key, is_sharded, mesh_of, vary_over, varying_axes
+from .._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary_over, varying_axes
 from .._cpu import writes
 from .._cpu.rows import gather_rows
-from .._errors import BodyFault, Fault, Misuse, Row, TreescanError
+from .._errors import BodyFault, Fault, Misuse, TreescanError
 from .._loop.feed import Feed, slots_of
 from .._loop.loop import Loop, Step
-from .._trace.equations import equations_within
+from .._trace.blame import place_of
+from .._trace.equations import equations_within, jaxprs_within
 from .._trace.hoist import Hoisted, one_step, trace_also
 from .._transforms.refuse import refuse_symbolic
-from .._tree import leaves_with_path, map_leaves
-from ..carries._base import AbstractCarry, is_carry
+from .._tree import map_leaves
 from .axes import RowAxes
 from .leaves import ORDER, may_branch
 
@@ -169,11 +170,12 @@ def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, .
         consts, state, feed = given
         y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
         try:
-            trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
+            fewer = trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
         except Fault as fault:
             raise _of_fewer_rows(fault, tier, max(tiers)) from None
         except Exception as error:
             raise failed_with_fewer_rows(error, "{body}", tier, max(tiers), _ANY_ROWS) from None
+        refuse_shared_draws(hoisted.jaxpr, fewer.jaxpr, tier, max(tiers))
 
 
 _ANY_ROWS = (
@@ -226,30 +228,71 @@ def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
         )
 
 
-def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
-    """Refuses to order rows where a custom carry draws random numbers for all of them at once."""
-    paths = iter(zip(leaves_with_path(root, state), axes, strict=True))
-    rows: list[Row] = []
-    for node in jax.tree.leaves(state, is_leaf=is_carry):
-        own = [next(paths) for _ in jax.tree.leaves(node)]
-        if is_carry(node):
-            rows.extend(
-                Row(path, "one key per row", "one for all", "")
-                for (path, leaf), axis in own
-                if axis is None and _is_random(node, leaf)
-            )
-    if rows:
+_DRAWS = frozenset({"random_bits", "random_split", "rng_bit_generator", "rng_uniform"})
+
+
+def refuse_shared_draws(step: Any, of_fewer: Any, tier: int, rows: int) -> None:
+    """Refuses a step that draws random numbers for all rows at once: with fewer rows, they would be others.
+
+    How many numbers a draw makes tells, wherever its key comes from: the carry, xs, a slot, or a closure.
+
+    Args:
+        step: its trace for all rows, an open jaxpr.
+        of_fewer: that for fewer.
+        tier: how many these are.
+        rows: how many all are.
+    """
+    pairs = itertools.zip_longest(*map(_draws_of, (step, of_fewer)))
+    bad = [a or b for a, b in pairs if (a and a.drawn) != (b and b.drawn)]
+    if bad:
+        places = " and ".join(dict.fromkeys(draw.place for draw in bad))
         raise Misuse(
-            "{verb} over {body}: `compact` calls the body with fewer rows, so a key that all rows share would draw "
-            "different numbers.",
-            "Give each row a key of its own: `keys(jax.random.split(key, rows))`.",
-            header=("leaf", "needed", "is"),
-            rows=rows,
+            f"{{call}}: `compact` calls the body with {tier} of the {rows} rows, where random numbers that are drawn "
+            f"for all rows at once would be others. They are drawn in {places}.",
+            "Give each row a key of its own: `treescan.carries.keys(jax.random.split(key, B))` in the carry, or "
+            "`jax.random.split(key, (T, B))` in xs. Draw with `jax.vmap`, for each row on its own.",
+            *[_OF_BATCH] * any(draw.of_batch for draw in bad),
         )
 
 
-def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
-    """Whether a leaf is a key; raw key data look like any integers, but in `Keys`."""
-    from ..carries._keys import Keys
+def refuse_draws_around(loop: Loop) -> None:
+    """Refuses the same of what is around a step that was traced already."""
+    tiers, given = loop.masked.tiers, (loop.consts, loop.state, loop.xs)
+    step, of_fewer = (
+        jax.make_jaxpr(loop.step)(consts, state, one_step(feed))
+        for tier in (tiers[-1], tiers[0])
+        for consts, state, feed in [jax.eval_shape(functools.partial(_first_rows, loop.masked.axes, tier), *given)]
+    )
+    refuse_shared_draws(step.jaxpr, of_fewer.jaxpr, tiers[0], tiers[-1])
 
-    return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)
+
+_OF_BATCH = (
+    "Under `jax.vmap`, what keys of `rbg` and `unsafe_rbg` draw depends on the whole batch. Make the keys with "
+    '`impl="threefry2x32"`.'
+)
+
+
+class _Draw(NamedTuple):
+    """A draw of random numbers.
+
+    Attributes:
+        place: the line in which it is written.
+        drawn: of which shape the numbers are that depend on each other.
+        of_batch: whether they depend on the keys of other rows.
+    """
+
+    place: str
+    drawn: tuple[int, ...]
+    of_batch: bool
+
+
+def _draws_of(jaxpr: Any, place: str = "the body") -> Iterator[_Draw]:
+    """The draws in an open jaxpr."""
+    for equation in jaxpr.eqns:
+        here = place_of(equation) or place
+        if equation.primitive.name in _DRAWS:
+            keys = equation.invars[0].aval
+            of_batch = "rbg" in str(keys.dtype) and bool(keys.shape)
+            yield _Draw(here, (*(keys.shape if of_batch else ()), *equation.params["shape"]), of_batch)
+        for inner in jaxprs_within(equation):
+            yield from _draws_of(inner, here)

@@ -31,7 +31,7 @@ from .axes import (
     spread_carry_axes,
     told,
 )
-from .checks import leads
+from .checks import check_slots, leads
 from .leaves import lend_rows, mask_of_lengths, without_false_alarms
 
 
@@ -126,10 +126,7 @@ class OverRows(Transform):
             if layouts := self._other_layouts(loop, batch):
                 fault.cures = (*map(Cure, layouts), fault.cures[-1])
             raise
-        if self.compact:
-            from .compact import refuse_shared_keys
-
-            refuse_shared_keys(loop.state, carry_axes, loop.names[0])
+        check_slots(loop.xs, batch)
         varying = varying_axes(jax.typeof(valid))
         state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
         loop = loop.having(state=state, xs=loop.xs._replace(valid=valid))

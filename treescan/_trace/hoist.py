@@ -507,8 +507,8 @@ def fixed_leaves(loop: Loop, changing: Sequence[bool] | None = None) -> tuple[bo
         return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).returned
 
 
-def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
-    """Traces the step for other shapes of its arguments as well, on which it must do the same.
+def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> Any:
+    """The trace of the step for other shapes of its arguments as well, on which it must do the same.
 
     Args:
         hoisted: what `hoist` made of the loop.
@@ -530,6 +530,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
             'leave `compact` out. `row_axes["y"]` says where the rows are in its outputs.',
         )
     traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
+    return jaxpr
 
 
 def one_step(xs: Feed) -> Feed:

@@ -21,7 +21,7 @@ from .._body.traced import rename
 from .._errors import BodyFault, Fault, speaking_of
 from .._loop.loop import Body, Loop
 from .._loop.run import named_signature
-from .._rows.compact import failed_with_fewer_rows, take_rows
+from .._rows.compact import failed_with_fewer_rows, refuse_shared_draws, take_rows
 from .._trace.equations import named_axes
 from .._tree import is_static, merge, thaw_static
 
@@ -203,6 +203,8 @@ class Condition:
                 raise failed_with_fewer_rows(error, "{body}, the condition,", tier, rows, _ONE_EACH) from None
         batch = traced.out_avals[0].shape
         if batch == (tier, *self.jaxprs[0].out_avals[0].shape[1:]):
+            with speaking_of(call.body.function):
+                refuse_shared_draws(self.jaxprs[0].jaxpr, traced.jaxpr, tier, rows)
             return traced
         with speaking_of(call.body.function):
             raise BodyFault(

@@ -195,8 +195,8 @@ def mask_scan(
         ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
             if they do not fit xs, if the batch shape is not where the axes say, if `reset_to` or the inits of a
             `Packed` do not fit init, if y cannot hold `fill`, or if `compact` cannot order the rows (with
-            `key`, `chunk=0`, a single row, rows spread over an explicit mesh, a mutable array in the body, or in a
-            `jax.shard_map` with `check_vma=False`).
+            `key`, `chunk=0`, a single row, rows spread over an explicit mesh, a mutable array in the body, random
+            numbers that are drawn for all rows at once, or in a `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.
         CarryError: as `treescan.scan`.
         NonFiniteError: if `check_finite` finds something.
