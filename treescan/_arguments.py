@@ -39,7 +39,7 @@ from ._errors import (
     expect_int,
 )
 from ._loop.loop import Body
-from ._text import advice
+from ._text import advice, converted
 from ._transforms.axes import check_axes, spread_axes
 from ._tree import is_static, leaves_with_path, same_structure
 from ._types import Axes, MaskOptions, UnkeyedOptions
@@ -48,7 +48,12 @@ OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions._
 
 
 def check_options(
-    options: Mapping[str, Any], allowed: frozenset[str], refused: Mapping[str, str], *, beside: tuple[str, ...] = ()
+    options: Mapping[str, Any],
+    allowed: frozenset[str],
+    refused: Mapping[str, str],
+    *,
+    beside: tuple[str, ...] = (),
+    time_axis: Any = 0,
 ) -> None:
     """Refuses options that a verb does not have, with the nearest one that it has.
 
@@ -57,15 +62,18 @@ def check_options(
         allowed: the names that the verb takes.
         refused: options of other verbs that this one cannot honour, each with the reason.
         beside: what the verb takes beside them, which may be meant too.
+        time_axis: the axis of the steps in masks, where a verb takes these.
     """
     for name in (name for name in options if name not in allowed):
         if name in refused:
             raise Misuse(f"{{call}} takes no `{name}`: {refused[name]}")
-        cure = advice(name, allowed.union(beside))
+        cure = advice(name, allowed.union(beside), time_axis)
         if name == "time_axis" and "in_axes" in allowed:
             cure = "`in_axes` is the axis of the steps in xs."
         elif name in OF_MASK_SCAN:
             cure = "`treescan.mask_scan` takes it, for rows of unequal length."
+        elif not converted(name, allowed) and (says := converted(name, OF_MASK_SCAN)):
+            cure = f"`treescan.mask_scan` has an option for it. {says}"
         raise TypeMisuse(f"{{call}} has no option `{name}`.", cure)
 
 

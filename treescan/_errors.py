@@ -390,7 +390,8 @@ def named_options(function: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             for option in () if checks else kwargs.keys() - options:
-                raise TypeMisuse(f"{{verb}} has no option `{option}`.", advice(option, options))
+                cure = advice(option, options, kwargs.get("time_axis", 0))
+                raise TypeMisuse(f"{{verb}} has no option `{option}`.", cure)
             return function(*args, **kwargs)
         except Exception as error:
             trace = error.__traceback__

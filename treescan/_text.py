@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import difflib
 import html
+import itertools
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 WIDTH = 78
 _INDENT = "  "
@@ -76,20 +77,18 @@ def _listed(header: Sequence[str], row: Sequence[str]) -> str:
 
 _ALSO_CALLED = {
     "fill": ("value", "fill_value", "padding_value", "pad_value", "constant_values"),
-    "length": ("lengths", "max_length", "maxlen", "num_steps", "n_steps", "steps", "num_layers", "n_layers"),
+    "length": ("max_length", "maxlen", "num_steps", "n_steps", "steps", "num_layers", "n_layers"),
     "max_length": ("max_steps", "max_iter", "maxiter", "max_iterations", "length", "num_steps"),
     "lengths": ("seq_lens", "sequence_lengths", "num_valid"),
-    "mask": ("masks", "padding_mask", "valid"),
-    "time_axis": ("batch_first", "time_major"),
-    "in_axes": ("axis", "axes", "batch_first", "time_major"),
-    "resets": ("done", "dones", "reset", "is_first", "starts"),
+    "mask": ("masks", "valid"),
+    "in_axes": ("axis", "axes"),
+    "chunk_size": ("chunk", "batch_size", "size"),
     "f": ("body", "body_fun", "step", "fn", "func"),
     "init": ("carry", "h0", "init_val", "init_carry", "initial_state", "initial_carry"),
     "state": ("states", "cache", "caches", "kv_cache"),
     "remat": ("checkpoint", "checkpoints", "rematerialize", "policy"),
     "key": ("rng", "rngs", "seed", "prng_key"),
     "progress": ("tqdm", "bar", "verbose"),
-    "updates": ("every", "interval", "print_rate"),
     "source": ("xs", "data", "dataset", "loader"),
     "part": ("chunk", "chunk_size", "batch_size", "steps"),
     "chunk": ("segment", "chunk_size"),
@@ -97,7 +96,45 @@ _ALSO_CALLED = {
     "capacity": ("size", "max_size"),
     "n": ("num_layers", "n_layers", "depth", "length"),
 }
-"""What else the options are called: in other libraries, or for other functions of this one."""
+"""What else the options are called: in other libraries, or for other functions of this one. They mean the same."""
+
+_FIRST = "`resets` is True at the first step of each segment"
+_FROM_LAST = "`resets=jnp.roll({}, 1, {{axis}}).at[{{zero}}].set(False)`"
+_MARKED = f"{_FIRST}. If `{{name}}` is True at the last one: {_FROM_LAST.format('{name}')}."
+_ENDED = f"{_FIRST}, and an episode ends with either: {_FROM_LAST.format('terminated | truncated')}."
+_STOPPED = f"{_FIRST}. If `{{name}}` is 0 at the last one: {_FROM_LAST.format('{name} == 0')}."
+_BEGUN = f"{_FIRST}. If that is what `{{name}}` is: `resets={{name}}`."
+_TIMES = "`a` is what the state is multiplied by. For returns from the end: `linear_scan({name}, b, reverse=True)`."
+_NUMBERED = (
+    "A segment begins where `{name}` changes. If it is 0 at padding: "
+    "`mask={name} != 0, resets={name} != jnp.roll({name}, 1, {axis})`."
+)
+_PADDED = "`mask` is True at data. If `{name}` is True or 1 at padding: `mask=jnp.logical_not({name})`."
+_BATCH_FIRST = "`{option}` is the axis of the steps. For `batch_first=True`: `{option}=1`."
+_TIME_MAJOR = "`{option}` is the axis of the steps. For `time_major=False`: `{option}=1`."
+_RATE = "`updates` is how many updates a run has. For one in every k steps: `updates=length // k`."
+_MEANINGS: dict[str, dict[str, str]] = {
+    word: says
+    for words, says in (
+        ("done dones ends is_last terminals", {"resets": _MARKED}),
+        ("terminated truncated", {"resets": _ENDED}),
+        ("discount discounts", {"a": _TIMES, "resets": _STOPPED}),
+        ("episode_start episode_starts is_first reset starts", {"resets": _BEGUN}),
+        ("segment_ids segments", {"resets": _NUMBERED}),
+        ("padding_mask key_padding_mask src_key_padding_mask pad_mask masked", {"mask": _PADDED}),
+        ("padding paddings logit_paddings label_paddings", {"mask": _PADDED}),
+        ("batch_first", {"time_axis": _BATCH_FIRST, "in_axes": _BATCH_FIRST}),
+        ("time_major", {"time_axis": _TIME_MAJOR, "in_axes": _TIME_MAJOR}),
+        ("every interval print_rate", {"updates": _RATE}),
+    )
+    for word in words.split()
+}
+"""Words of other libraries that mean something else: for the first option that there is, what to write.
+
+That is one line of code, between the last backticks, and the tests run it.
+"""
+
+_WORDS = frozenset({*_MEANINGS, *_ALSO_CALLED, *itertools.chain(*_ALSO_CALLED.values())})
 
 
 FORMER = {
@@ -109,13 +146,36 @@ FORMER = {
 """Options of earlier versions, and what to write in place of each."""
 
 
-def advice(name: str, options: Iterable[str]) -> str:
-    """What to write in place of an option that does not exist: one that has this name elsewhere, or a similar name."""
+def converted(name: str, options: Iterable[str], time_axis: Any = 0) -> str:
+    """How a word of another meaning is said with one of these options; empty: there is no such word, or no option.
+
+    Args:
+        name: the word.
+        options: what a function takes.
+        time_axis: the axis of the steps in masks, as far as the user said.
+    """
+    known = set(options)
+    option, says = next(
+        ((option, says) for option, says in _MEANINGS.get(name, {}).items() if option in known), ("", "")
+    )
+    axis = time_axis.get("mask", 0) if isinstance(time_axis, Mapping) else time_axis
+    spelled = (1, ":, 0") if type(axis) is int and axis == 1 else (0, "0")
+    return says.format(name=name, option=option, axis=spelled[0], zero=spelled[1])
+
+
+def advice(name: str, options: Iterable[str], time_axis: Any = 0) -> str:
+    """What to write in place of an option that does not exist: one that has this name elsewhere, or is misspelt.
+
+    A similar name is a misspelt one only where the name is no word by itself. See `converted` for those that are.
+    """
     if name in FORMER:
         return FORMER[name]
     known = list(options)
+    if says := converted(name, known, time_axis):
+        return says
     near = [option for option in known if name in _ALSO_CALLED.get(option, ())]
-    near = near or difflib.get_close_matches(name, known, 1, 0.62)
+    if name not in _WORDS:
+        near = near or difflib.get_close_matches(name, known, 1, 0.75)
     if not near and "*args" in known:
         return (
             f"What goes on to another function is passed by position. Or bind it, `functools.partial(..., {name}=...)`."

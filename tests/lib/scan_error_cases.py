@@ -216,7 +216,7 @@ case()(
     key_raw_of_wrong_size=lambda one: scan(lambda carry, x, key: (carry, x), one, XS, key=np.zeros(3, np.uint32)),
     option_former=lambda one: scan(step, one, XS, name="loop"),
     option_misspelt=lambda one: fold(lambda carry, x: carry, one, XS, reversed=True),
-    option_unknown=lambda one: mask_scan(step, one, XS, lengths=jnp.int32(2), padding=0),
+    option_unknown=lambda one: mask_scan(step, one, XS, lengths=jnp.int32(2), smoothing=0),
     fori_float=lambda one: fori(0, 3.0, lambda i, carry: carry, one),
     in_axes_out_of_range=lambda one: scan(
         step, one, {"x": jnp.ones((3, 3)), "y": XS, "z": one}, in_axes={"x": 1, "y": 1, "z": -1}

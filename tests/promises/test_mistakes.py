@@ -147,7 +147,11 @@ def test_what_is_given_by_name_is_not_missing() -> None:
     ("kind", "field", "advice"),
     [
         (Remat, "level", "Did you mean `levels`?"),
-        (treescan.meters.Progress, "every", "Did you mean `updates`?"),
+        (
+            treescan.meters.Progress,
+            "every",
+            "`updates` is how many updates a run has. For one in every k steps: `updates=length // k`.",
+        ),
         (Remat, "q", "Its options are budget, chunk, levels, offload, policy."),
     ],
 )

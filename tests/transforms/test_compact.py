@@ -251,7 +251,7 @@ def test_numbers_that_all_rows_draw_at_once_are_refused_by_every_door(door):
     init = jnp.zeros(ROWS) if key is None else (jnp.zeros(ROWS), key)
     run = functools.partial(treescan.mask_scan, body, init, xs, lengths=jnp.arange(ROWS) + 1, **options)
     run()
-    with pytest.raises(treescan.TreescanError, match="random numbers that are drawn\\s+for all rows"):
+    with pytest.raises(treescan.TreescanError, match=r"random numbers that are drawn\s+for all rows"):
         run(compact=True)
 
 
@@ -261,7 +261,7 @@ def test_a_condition_that_draws_for_all_rows_at_once_is_refused():
 
     run = functools.partial(treescan.while_scan, holds, lambda h, _: (h + 1, None), jnp.zeros(ROWS), max_length=20)
     run()
-    with pytest.raises(treescan.TreescanError, match="random numbers that are drawn\\s+for all rows"):
+    with pytest.raises(treescan.TreescanError, match=r"random numbers that are drawn\s+for all rows"):
         run(compact=True)
 
 

@@ -220,7 +220,7 @@ def mask_scan(
          [ 6.  0.]]
     """
     try:
-        check_options(options, _ACCEPTED, _REFUSES)
+        check_options(options, _ACCEPTED, _REFUSES, time_axis=time_axis)
         check_callable(f, MASK_SCAN.call)
         (sliced, stacked, steps), axes = _spread_time(time_axis, xs), spread_rows(row_axes)
         fill, chunk = check_fill(fill), check_chunk(chunk, compact)
