@@ -346,3 +346,30 @@ def test_it_is_drawn_with_matplotlib():
     matplotlib.use("agg")
     axes = describe(treescan.scan, step, INIT, XS).plot()
     assert len(axes.patches) == 1
+
+
+def test_it_says_which_leaves_were_taken_for_rows():
+    def count_on(c, _):  # a cache [L, B] of as many layers as rows: its layers are taken for rows
+        return (c[0] + 1, c[1] + 1), None
+
+    def told(**options):
+        init = jnp.zeros(2, int), jnp.zeros((2, 2))
+        limit = jnp.array([1, 4])
+        return describe(treescan.while_scan, lambda c: c[0] < limit, count_on, init, max_length=9, **options)
+
+    found, meant = told(), told(row_axes={"carry": (0, 1)})
+    assert found.batch == (2,)
+    assert [[leaf.rows for leaf in each.carry] for each in (found, meant)] == [[0, 0], [0, 1]]
+    assert "c[1]  float32[2,2]  16 B, rows at axis 1" in str(meant)
+
+    def mixed(h, x):
+        return (h[0] + (x[1] @ x[0])[:, None], h[1]), (h[0], h[1])
+
+    xs, lengths = (jnp.zeros((5, 2)), jnp.zeros((3, 2))), jnp.array([1, 4, 2])
+    rows = {"x": (None, 0), "y": (0, None), "carry": (0, None)}
+    init = jnp.zeros((3, 2)), jnp.ones(2)
+    found = describe(treescan.mask_scan, mixed, init, xs, lengths=lengths, time_axis={"xs": (0, None)}, row_axes=rows)
+    leaves = [*found.carry, *found.x, *found.y, *found.constants]
+    assert [leaf.rows for leaf in leaves] == [0, None, None, 0, None, 0]
+    assert "no step changes it, all rows share it" in str(found)
+    assert "rows at" not in str(describe(treescan.scan, step, INIT, XS))

@@ -24,6 +24,7 @@ class Leaf:
         bytes: of that type.
         sharding: how it is spread over devices, where it is.
         changes: for a leaf of the carry, whether any step changes it.
+        rows: in a loop over rows, the axis where their batch shape was found; None: all rows share the leaf.
     """
 
     path: str
@@ -31,6 +32,7 @@ class Leaf:
     bytes: int
     sharding: str | None = None
     changes: bool = True
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,9 @@ def _leaves(of: Description) -> Iterator[Sequence[str]]:
     for name in ("carry", "x", "y", "constants"):
         leaves = getattr(of, name)
         for number, leaf in enumerate(leaves[:_MOST]):
-            notes = describe_bytes(leaf.bytes), leaf.sharding, None if leaf.changes else f"no {of.unit} changes it"
+            rows = "all rows share it" if leaf.rows is None else f"rows at axis {leaf.rows}"
+            notes = [describe_bytes(leaf.bytes), leaf.sharding, "" if leaf.changes else f"no {of.unit} changes it"]
+            notes += [rows] if of.batch and (name != "constants" or leaf.rows is not None) else []
             yield name if not number else "", leaf.path, leaf.type, ", ".join(filter(None, notes))
         if leaves[_MOST:]:
             yield "", f"and {len(leaves) - _MOST} more", "", describe_bytes(_sum(leaves[_MOST:]))
@@ -233,7 +237,9 @@ class Description:
         steps: the number of steps; of a pattern, the periods.
         at_most: whether the loop may end earlier.
         reverse: whether the last step runs first.
-        carry: the leaves of the carry. A leaf has `path`, `type`, `bytes`, `sharding`, and whether it `changes`.
+        batch: the batch shape of a loop over rows, as the lengths, the mask or the condition say it; () for others.
+        carry: the leaves of the carry. A leaf has `path`, `type`, `bytes`, `sharding`, whether it `changes`, and the
+            axis of its `rows`, None if all rows share it.
         x: what one step is given of what is scanned over.
         y: what one step returns beside the carry.
         constants: the values that all steps share, and what the body closes over.
@@ -255,6 +261,7 @@ class Description:
     steps: int
     at_most: bool
     reverse: bool
+    batch: tuple[int, ...]
     carry: tuple[Leaf, ...]
     x: tuple[Leaf, ...]
     y: tuple[Leaf, ...]

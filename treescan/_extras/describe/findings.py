@@ -187,18 +187,20 @@ def _check_steps(program: Program) -> None:
 def _of_bodies(bodies: list[TracedBody]) -> dict[str, Any]:
     fixed = map(all, zip(*(body.fixed for body in bodies), strict=True))
     carry = [
-        _leaf(leaf.path, jax.typeof(leaf.value), leaf.value, not each)
-        for leaf, each in zip(bodies[0].carry, fixed, strict=True)
+        _leaf(leaf.path, jax.typeof(leaf.value), leaf.value, not each, rows)
+        for leaf, each, rows in zip(bodies[0].carry, fixed, bodies[0].axes_of_rows.state, strict=True)
     ]
     x, y, constants = list[Leaf](), list[Leaf](), dict[str, Leaf]()
     for number, body in enumerate(bodies):
-        place = f" of [{number}]" if len(bodies) > 1 else ""
-        of_x = zip(body.x, body.x_vars, strict=True)
-        x += [_leaf(f"{leaf.path}{place}", variable.aval, leaf.value) for leaf, variable in of_x]
-        y += [_leaf(f"{path}{place}", variable.aval) for path, variable in body.y_vars]
-        named = zip(body.constants, body.closed_vars, strict=True)
-        constants |= {each.path: _leaf(each.path, variable.aval, each.value) for each, variable in named}
+        place, axes = f" of [{number}]" if len(bodies) > 1 else "", body.axes_of_rows
+        of_x = zip(body.x, body.x_vars, axes.x, strict=False)  # an option may feed more
+        x += [_leaf(f"{leaf.path}{place}", variable.aval, leaf.value, rows=rows) for leaf, variable, rows in of_x]
+        of_y = zip(body.y_vars, axes.y, strict=True)
+        y += [_leaf(f"{path}{place}", variable.aval, rows=rows) for (path, variable), rows in of_y]
+        named = zip(body.constants, body.closed_vars, axes.consts, strict=True)
+        constants |= {each.path: _leaf(each.path, var.aval, each.value, rows=rows) for each, var, rows in named}
     return {
+        "batch": bodies[0].batch if bodies[0].rows is not None else (),
         "carry": tuple(carry),
         "x": tuple(x),
         "y": tuple(y),
@@ -209,6 +211,7 @@ def _of_bodies(bodies: list[TracedBody]) -> dict[str, Any]:
     }
 
 
-def _leaf(path: str, aval: Any, value: Any = None, changes: bool = True) -> Leaf:
+def _leaf(path: str, aval: Any, value: Any = None, changes: bool = True, rows: int | None = None) -> Leaf:
     whole = value is not None and getattr(value, "shape", ()) == aval.shape
-    return Leaf(path, describe_leaf(value) if whole else str(aval), bytes_of(aval), sharding_of(value), changes)
+    types = describe_leaf(value) if whole else str(aval)
+    return Leaf(path, types, bytes_of(aval), sharding_of(value), changes, rows)

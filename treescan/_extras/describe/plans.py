@@ -24,6 +24,7 @@ from ..._outputs.outputs import KeepOutputs
 from ..._remat import budget
 from ..._remat.checkpoint import Checkpointed
 from ..._remat.remat import Recompute, saves_steps
+from ..._rows.axes import RowAxes, Rows
 from ..._rows.over_rows import OverRows
 from ..._rows.skip import Skip
 from ..._trace.blame import place_of
@@ -141,6 +142,7 @@ class TracedBody:
         x: what is scanned over.
         constants: the values that all steps share, and what the body closes over, in the order of the loop's consts.
         axes: for each leaf of the state that changes where its rows are; None: all share it. Empty if no row may stop.
+        rows: where the rows are; None: it has none.
     """
 
     body: Body
@@ -150,6 +152,7 @@ class TracedBody:
     x: list[Named]
     constants: list[Named]
     axes: LeafAxes = ()
+    rows: Rows | None = None
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -162,6 +165,18 @@ class TracedBody:
         """The shape of the rows of a masked loop; () for others."""
         valid = self.hoisted.loop.xs.valid
         return () if valid is None else valid.shape[1:]
+
+    @property
+    def axes_of_rows(self) -> RowAxes:
+        """Where the rows are in the leaves of the carry, of x, of y and of what all steps share."""
+        if self.rows is None or not self.batch:
+            none = (None,)
+            return RowAxes(
+                none * len(self.constants), none * len(self.carry), none * len(self.x), none * len(self.y_vars)
+            )
+        consts, state, x, y = self.rows.axes
+        carry = merge(self.hoisted.fixed, self.rows.fixed, state)
+        return RowAxes(consts[len(self.rows.fixed) :], tuple(carry[len(carry) - len(self.carry) :]), x, y)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -232,7 +247,7 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
     carried, fed, shared = ([Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants))
     own = () if loop.rows is None or loop.masked.all_valid else loop.masked.axes.state
-    return TracedBody(call.body, hoisted, carried, list(hoisted.fixed[counted:]), fed, shared, own)
+    return TracedBody(call.body, hoisted, carried, list(hoisted.fixed[counted:]), fed, shared, own, loop.rows)
 
 
 def sharding_of(value: Any) -> str | None:
