@@ -51,6 +51,31 @@ class Feeding(Option):
         return {self.slot: jnp.array(self.value)} if self.slot else [self.value]
 
 
+class Reading(Option):
+    """Does what a test says with what it is fed."""
+
+    SLOT: Any = Slot("mylib.noise", rows=False)
+
+    def __call__(self, step, consts, state, feed):
+        state, y = step(consts, state, feed)
+        return state + self.SLOT.of(feed), y
+
+
+class Keyed(Reading):
+    def __call__(self, step, consts, state, feed):
+        return step(consts, state + feed.key, feed)
+
+
+class WithoutConsts(Option):
+    def __call__(self, step, state, feed):
+        return step(state, feed)
+
+
+class CallsWithoutConsts(Option):
+    def __call__(self, step, consts, state, feed):
+        return step(state, feed)
+
+
 class Elsewhere(Clip):
     around = "mask"
 
@@ -67,6 +92,10 @@ case()(
     option_returns_no_pair=lambda one: scanned(one, Doing(lambda result: result[0])),
     option_changes_the_state=lambda one: scanned(one, Doing(lambda result: (result[0][None], result[1]))),
     option_changes_y=lambda one: scanned(one, DoingOutside(lambda result: (result[0], (result[1],) * 2))),
+    option_without_consts=lambda one: scanned(one, WithoutConsts()),
+    option_calls_step_without_consts=lambda one: scanned(one, CallsWithoutConsts()),
+    option_reads_a_slot_that_nobody_feeds=lambda one: scanned(one, Reading()),
+    option_reads_what_no_feed_has=lambda one: scanned(one, Keyed()),
     option_feeds_a_list=lambda one: scanned(one, Feeding(None)),
     option_feeds_a_name=lambda one: scanned(one, Feeding("scale")),
     option_feeds_too_few=lambda one: scanned(one, Feeding(SCALE, (1.0, 2.0))),

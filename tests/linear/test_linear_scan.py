@@ -195,3 +195,21 @@ def test_is_the_loop_in_more_programs(seed: int) -> None:
     with jax.enable_x64(True):
         for each in range(seed, min(seed + 12, ALL)):
             check(each)
+
+
+@pytest.mark.parametrize("options", [{}, {"method": "parallel"}, {"remat": 2}, {"lengths": np.array([6, 3, 0])}])
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_float8_which_jax_promotes_to_nothing(dtype, options):
+    a, b = (jnp.full((6, 3), 0.5, dtype), (jnp.arange(18, dtype=np.float32).reshape(6, 3) / 8).astype(dtype))
+
+    def run(a, b):
+        last, hs = treescan.linear_scan(a, b, **options)
+        return last.sum() + hs.astype(np.float32).sum(), (last, hs)
+
+    (_, (last, hs)), grads = jax.value_and_grad(run, (0, 1), has_aux=True)(a, b)
+    wide = a.astype(np.float32), b.astype(np.float32)
+    (_, expected), of_wide = jax.value_and_grad(run, (0, 1), has_aux=True)(*wide)
+    assert last.dtype == np.float32 and {hs.dtype, grads[0].dtype, grads[1].dtype} == {np.dtype(dtype)}
+    narrow = [expected[0], *(each.astype(dtype) for each in (expected[1], *of_wide))]
+    for got, right in zip((last, hs, *grads), narrow, strict=True):
+        np.testing.assert_array_equal(got.astype(np.float32), right.astype(np.float32))

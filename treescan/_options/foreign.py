@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -42,6 +43,8 @@ def around_steps(options: Any) -> list[Transform]:
                 f"{{call}}: {who(option)} says that it is around {describe_argument(option.around)}.",
                 "`around` is one of `Around.BODY`, `Around.MASK` and `Around.REMAT`.",
             )
+        if not _takes_four(option):
+            raise PluginFault(f"{{call}}: {who(option)} cannot be called with (step, consts, state, feed).", _CALLED)
         try:
             hash(option)
         except TypeError as error:
@@ -55,6 +58,22 @@ def around_steps(options: Any) -> list[Transform]:
     return transforms
 
 
+def _takes_four(option: Option) -> bool:
+    try:
+        inspect.signature(option).bind(*[None] * 4)
+    except TypeError:
+        return False
+    return True
+
+
+_CALLED = (
+    "Write it as `def __call__(self, step, consts, state, feed): ...`. It calls `step(consts, state, feed)`, and "
+    "returns what that returns, the next state and y."
+)
+_FED = (
+    "A feed has `x`, `position` and `valid`. Anything else is in a `Slot`, a class attribute that "
+    "`feeds(self, length)` names, and `slot.of(feed)` reads."
+)
 _KINDS = "Each is an object of a subclass of `treescan.options.Option`."
 
 
@@ -95,8 +114,11 @@ class WithOption:
         try:
             result: Any = self.option(step, consts, state, feed)
         except Exception as error:
-            if error not in failed and not isinstance(error, Fault):
-                error.add_note(f"{who(self.option)[0].upper()}{who(self.option)[1:]} raised this.")
+            if error in failed or isinstance(error, Fault):
+                raise
+            if breach := _breach(error, self.option, feed):
+                raise PluginFault(f"{{call}}: {who(self.option)} {breach[0]}", breach[1], cause=error) from None
+            error.add_note(f"{who(self.option)[0].upper()}{who(self.option)[1:]} raised this.")
             raise
         if not isinstance(result, tuple) or len(result) != 2:
             raise PluginFault(
@@ -118,6 +140,26 @@ class WithOption:
             header=("leaf", "step", "option"),
             rows=[difference.row for difference in find_differences(name, (), expected, got)],
         )
+
+
+def _breach(error: Exception, option: Option, feed: Feed) -> tuple[str, str] | None:
+    """What an option did that asks for what it is not given, and the cure; None: its error is another.
+
+    An empty slot may be the cause only where the error is of None.
+    """
+    if isinstance(error, AttributeError) and isinstance(error.obj, Feed):
+        return f"reads `feed.{error.name}`, which a feed does not have.", _FED
+    if isinstance(error, TypeError) and f"{WithOption.__call__.__qualname__}.<locals>.step()" in str(error):
+        return "calls its step with other arguments than (consts, state, feed).", _CALLED
+    slots = [slot for slot in vars(type(option)).values() if isinstance(slot, Slot) and slot.of(feed) is None]
+    if not slots or "None" not in str(error):
+        return None
+    return (
+        f"failed with a {type(error).__name__}, perhaps because its slot `{slots[0].name}` is empty, so that "
+        "`slot.of(feed)` is None.",
+        "Nothing feeds it. The method `feeds(self, length)` returns a dict from the slot to an array with an entry for "
+        "each {unit}.",
+    )
 
 
 def fed(loop: Loop, option: Option) -> tuple[Loop, tuple[Slot[Any], ...]]:

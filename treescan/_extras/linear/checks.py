@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._arguments import infer_length
 from ..._avals import Array, PyTree, as_arrays, describe_argument, describe_leaf, dtype_of, is_weak, shape_of
@@ -105,9 +106,15 @@ def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: b
 
 
 def promoted(*values: Any) -> Any:
-    """The dtype of all together, whether or not JAX is told to promote none."""
+    """The dtype of all together, whether or not JAX is told to promote none. It promotes no float8 by itself."""
     with jax.numpy_dtype_promotion("standard"):
-        return jnp.result_type(*values)
+        return jnp.result_type(*(jnp.float32 if _is_narrow(value) else value for value in values))
+
+
+def _is_narrow(value: Any) -> bool:
+    """Whether a value, or a dtype, is of floats of 8 bits and fewer."""
+    dtype = np.dtype(dtype_of(value) or value)
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 2
 
 
 def _in_front(leaf: Any, time_axis: int) -> Array:
