@@ -80,4 +80,14 @@ else:
             "treescan.stream(..., parts=True)": "stream_parts",
             "treescan.types.*": "Description FiniteReport Measurements NonFinite Part RematPlan WhileResult",
         },
+        {  # where other names are
+            "`treescan.carries.*`": "AbstractCarry Best Buffer Cast ClipGradient Ema Keys Moments RunningSum "
+            "Statistics StopGradient Window as_seen best buffer carry_of cast clip_gradient ema keys moments read_tree "
+            "register_carry running_sum stop_gradient window write_tree",
+            "`treescan.options.*`": "Around Feed Option Slot Step",
+            "`treescan.testing.*`": "check_carry",
+            "`treescan.integrations.flax.*`": "RNN",
+            "`treescan.integrations.nnx.*`": "ModuleCarry",
+            '`treescan.linear_scan(a, b, method="parallel")` for what is linear, and `jax.lax.*`': "associative_scan",
+        },
     )

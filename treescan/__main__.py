@@ -20,7 +20,7 @@ import textwrap
 import warnings
 from pathlib import Path
 
-from ._errors import PUBLIC, TreescanError
+from ._errors import PUBLIC
 from ._text import WIDTH, table
 from .carries._registry import GROUP, discovers, load, plugins
 
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(
         dest="command", metavar="command", description="Without a command: the versions that a report of a bug needs."
     )
-    kinds = [kind.__name__ for kind in PUBLIC if kind is not TreescanError]
+    kinds = [kind.__name__ for kind in PUBLIC]
     explaining = commands.add_parser("explain", help="says what an error or a warning means, and what to do about it")
     explaining.add_argument("name", metavar="name", help=f"one of {', '.join(kinds)}")
     commands.add_parser(

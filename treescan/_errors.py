@@ -218,7 +218,10 @@ class Fault(Exception):
         weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
         texts = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
         says, cures, rows = self.says, [*texts, *weak.values()], list(self.rows)
-        for name, word in words.items():  # other braces stay, because they may be the user's
+        for name, word in {
+            "verb} over {body": "{call}",
+            **words,
+        }.items():  # other braces stay, because they may be the user's
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
             rows = [row._replace(expected=row.expected.replace(f"{{{name}}}", word)) for row in rows]
         headline = wrap(says, taken=len(f"treescan.errors.{self.error.__name__}: "))  # which Python prints before it
@@ -377,8 +380,9 @@ def is_verb(function: Any) -> bool:
 def named_options(function: _F) -> _F:
     """Explains what a public function raises. Arguments that it does not take are refused, with those that are meant.
 
-    A function that takes `**options` refuses unknown ones itself. The frame of the function is taken out of
-    tracebacks, as the wrapper has one, of the same name.
+    A function that takes `**options` refuses unknown ones itself. Of others, `ELSEWHERE` in the module of the function
+    says which function takes them. The frame of the function is taken out of tracebacks, as the wrapper has one, of the
+    same name.
     """
     known = list(inspect.signature(function).parameters.values())
     own = int(bool(known) and known[0].name in ("self", "cls"))
@@ -390,7 +394,8 @@ def named_options(function: _F) -> _F:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             for option in () if checks else kwargs.keys() - options:
-                cure = advice(option, options, kwargs.get("time_axis", 0))
+                elsewhere = function.__globals__.get("ELSEWHERE", {}).get(option)
+                cure = elsewhere or advice(option, options, kwargs.get("time_axis", 0))
                 raise TypeMisuse(f"{{verb}} has no option `{option}`.", cure)
             return function(*args, **kwargs)
         except Exception as error:
@@ -489,6 +494,17 @@ def is_from_jax(function: Any) -> bool:
     code = getattr(function, "__code__", None)
     module = type(function).__module__.split(".")[0]
     return module in ("jax", "jaxlib") if code is None else code.co_filename.startswith(_JAX)
+
+
+def accepts(function: Callable[..., Any], count: int) -> bool:
+    """Whether a callable may be called with so many positional arguments and nothing else, as far as that is known."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError:
+        return False
+    except ValueError:  # there is no signature
+        return True
+    return True
 
 
 def describe_body(body: Any) -> str:

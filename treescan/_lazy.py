@@ -18,7 +18,10 @@ from typing import Any
 
 
 def on_first_use(
-    package: str, homes: Mapping[str, str], moved: Mapping[str, str] | None = None
+    package: str,
+    homes: Mapping[str, str],
+    moved: Mapping[str, str] | None = None,
+    elsewhere: Mapping[str, str] | None = None,
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of a module whose public names are imported when they are first read.
 
@@ -26,13 +29,19 @@ def on_first_use(
         package: its name.
         homes: for each module the names that it holds, in one text; those of "." are modules themselves.
         moved: for each new name the old ones, in one text; `*` is an old name.
+        elsewhere: the same of names that were never here, with what there is instead.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
-    new_of = {name: new.replace("*", name) for new, names in (moved or {}).items() for name in names.split()}
+    new_of, there_is = (
+        {name: new.replace("*", name) for new, names in (table or {}).items() for name in names.split()}
+        for table in (moved, elsewhere)
+    )
 
     def find(name: str) -> Any:
         if name in new_of:
             raise AttributeError(f"`{package}.{name}` is now `{new_of[name]}`.")
+        if name in there_is:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}. There is {there_is[name]}.")
         if name not in home_of:
             import difflib
 

@@ -14,6 +14,10 @@ from ._loop.loop import Step
 __all__ = ["Around", "Feed", "Option", "Slot", "Step"]
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name[0] == "_")]
+
+
 class Around(Enum):
     """What an option of your own is put around; the value says what it then sees.
 

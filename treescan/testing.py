@@ -23,6 +23,12 @@ from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
 from .carries._buffer import checked_batch
 
+__all__ = ["check_carry"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name[0] == "_")]
+
 
 class _Trial(NamedTuple):
     """What is tried.
@@ -88,7 +94,8 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
     causes: list[Exception] = []
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), carry)
     trial = _Trial(arrays, returned, batch, ())
-    for law in (_hooks_run, _types_stay):
+    failed |= _try(_begins_with_rows, trial, causes) if batch else {}
+    for law in () if failed else (_hooks_run, _types_stay):
         failed |= _try(law, trial, causes)
     if not failed:
         trial = trial._replace(axes=row_axes(carry, "carry"))
@@ -101,7 +108,14 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
                 failed |= _try(law, trial, causes)
     if failed:
         cause = causes[0] if causes else None
-        raise AssertionError(_report(type(carry), failed, cause)) from cause
+        without = wrap(_WITHOUT_BATCH) if batch and not trial.axes and not causes else ""
+        raise AssertionError("\n\n".join(filter(None, [_report(type(carry), failed, cause), without]))) from cause
+
+
+_WITHOUT_BATCH = (
+    "`batch` is the shape of rows that this carry has already. Begin from a carry that has them, or leave `batch` out: "
+    "a carry of one row is then tried alone, and on rows that are made of it."
+)
 
 
 def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exception]) -> dict[str, list[Row]]:
@@ -207,6 +221,14 @@ def _hooks_run(trial: _Trial) -> Iterator[Row]:
         yield Row("rows()", str(carry.rows()), str(carry.rows()))
 
 
+def _begins_with_rows(trial: _Trial) -> Iterator[Row]:
+    try:
+        axes = row_axes(trial.carry, "carry")
+    except Exception:  # another law tells
+        return
+    yield from _fits_rows(trial._replace(axes=axes))
+
+
 def _types_stay(trial: _Trial) -> Iterator[Row]:
     """`write` returns a carry with the same class, structure, shapes, dtypes and static fields."""
     carry = trial.carry
@@ -255,6 +277,9 @@ def _fits_rows(trial: _Trial) -> Iterator[Row]:
     for (path, leaf), axis in zip(leaves_with_path("carry", trial.carry), trial.axes, strict=True):
         if axis is not None and leaf.shape[axis : axis + len(trial.batch)] != trial.batch:
             yield Row(path, f"{list(trial.batch)} at axis {axis}", describe_leaf(leaf), "")
+
+
+_begins_with_rows.__doc__ = _fits_rows.__doc__
 
 
 def _chunked(trial: _Trial) -> Iterator[Row]:

@@ -302,6 +302,21 @@ def test_a_name_that_is_near_is_told(name: str, near: str) -> None:
         getattr(treescan, "zzz")  # noqa: B009
 
 
+@pytest.mark.parametrize("home", ["carries", "options", "testing", "integrations.flax", "integrations.nnx"])
+def test_names_of_public_modules_are_found(home: str) -> None:
+    module = importlib.import_module(f"treescan.{home}")
+    names = {name for name in dir(module) if name[0] != "_"}
+    assert names == set(getattr(module, "__all__", names))
+    for name in names - set(treescan.__all__):
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'. There is `treescan.{home}.{name}`"):
+            getattr(treescan, name)
+
+
+def test_a_name_of_jax_is_told_ours() -> None:
+    with pytest.raises(AttributeError, match=r"`treescan.linear_scan[\s\S]*`jax.lax.associative_scan`"):
+        getattr(treescan, "associative_scan")  # noqa: B009
+
+
 def sections(value: Any) -> dict[str, str]:
     """A Google-style docstring's sections by their titles; the text before the first is under ''."""
     parts = re.split(r"^(\w+):\n", inspect.getdoc(value) or "", flags=re.MULTILINE)

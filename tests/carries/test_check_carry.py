@@ -91,6 +91,15 @@ class Plain(AbstractCarry[Any, Any]):
         return type(self)(returned)
 
 
+def test_a_carry_without_the_rows_of_batch_is_told_so() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_carry(Plain(jnp.zeros(2)), jnp.ones((4, 3)), batch=(3,))
+    law, table, cure = str(caught.value).split("\n\n")[1:]
+    assert law.startswith("Each leaf has the batch shape")
+    assert "carry.value   [3] at axis 0   float32[2]" in table
+    assert "leave `batch` out" in " ".join(cure.split())
+
+
 def broken(name: str, **hooks: Any) -> type:
     """A carry with hooks of its own; `returns` is the next value, of the carry, what is returned, and `valid`."""
     if returns := hooks.pop("returns", None):

@@ -126,6 +126,12 @@ def test_errors_of_classes_name_them() -> None:
         recurrent(scan, Narrowing).init(KEY, H, XS)
 
 
+def test_lengths_are_taken_by_others() -> None:
+    given: Any = {"lengths": jnp.array([3, 2])}
+    with pytest.raises(ArgumentTypeError, match=r"`treescan.integrations.flax.RNN\(cell\)\(xs, seq_lengths=...\)`"):
+        scan(nn.GRUCell, **given)
+
+
 def test_an_option_that_is_misspelt_is_refused() -> None:
     misspelt: Any = {"variables_broadcast": "params"}
     with pytest.raises(ArgumentTypeError, match="Did you mean `variable_broadcast`"):

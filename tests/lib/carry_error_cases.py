@@ -55,6 +55,12 @@ def over_rows(init: Any, **options: Any) -> Any:
 
 
 @case()
+def plugin_write_without_valid(one):
+    state = {"seen": count(one, write=lambda self, returned: self)}
+    return scan(named("step", lambda state, x: ({"seen": x}, None)), state, XS)
+
+
+@case()
 def plugin_write_fails(one):
     def write(self, returned, valid):
         return replace(self, number=returned["count"])

@@ -239,6 +239,15 @@ case()(
     layers_key_seed=lambda one: scanned(one, key=0),
     x_of_a_function_that_makes_carries=lambda one: scanned(one, x={"h": X, "rng": keys}),
     layers_out_axes_in_fold_layers=lambda one: folded(one, out_axes=1),
+    x_and_layers_exchanged_beside_a_state=lambda one: fold_layers(
+        with_cache, one * jnp.ones((24, 4, 4)), jnp.ones((2, 4)), state=jnp.zeros((24, 2))
+    ),
+    forgotten_stack_of_states=lambda one: fold_layers(
+        with_cache, one * X, jnp.ones((24, 4, 4)), state=[{"k": jnp.zeros(2), "v": jnp.zeros(2)}] * 24
+    ),
+    layers_with_a_cache_as_xs=lambda one: fold_layers(
+        lambda layer, x, cache: (x * one, cache), X, jnp.ones((24, 4, 4)), {"k": jnp.zeros((24, 2))}
+    ),
     layers_option_of_mask_scan=lambda one: scanned(one, lengths=jnp.array([3])),
     layers_args_array=lambda one: scanned(one, args=one),
     layers_remat_sequence_for_one_block=lambda one: scanned(one, remat=["step"]),

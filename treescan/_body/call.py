@@ -176,7 +176,7 @@ class CallBody:
             out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
-            returned, new_state, y = _split(convention, out, given)
+            returned, new_state, y = _split(convention, out, given, x[1:] if convention.spread else ())
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
             check_carry(convention, name, kept, new, y if own is None else new_state, out)
             if self.custom:
@@ -231,8 +231,8 @@ def carry_name(body: Body, convention: Convention) -> str:
     return names[convention.place] if len(names) > convention.place else convention.carry
 
 
-def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-    """The next carry, a layer's state and y, by the verb's convention."""
+def _split(convention: Convention, out: Any, carry: PyTree, own: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, PyTree]:
+    """The next carry, a layer's state and y, by the verb's convention; `own` is what a layer is given as xs."""
     if isinstance(out, types.GeneratorType | types.CoroutineType):
         word = "yield" if isinstance(out, types.GeneratorType) else "async"
         raise BodyFault(f"{{body}} is no plain function: it has `{word}`.", "Write it with `def` and `return`.")
@@ -241,7 +241,7 @@ def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyT
     if convention.pair:
         returned, y = _pair(convention, out, carry)
         return returned, None, y
-    _refuse_pair(convention, out, carry)
+    _refuse_pair(convention, out, carry, own)
     return out, None, (out if convention.stacks else None)
 
 
@@ -277,13 +277,16 @@ def _container(out: Any) -> TreeDef | None:
     return jtu.tree_structure(out, is_leaf=lambda node: node is not out)
 
 
-def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
+def _refuse_pair(convention: Convention, out: Any, carry: PyTree, own: tuple[PyTree, ...]) -> None:
     """Refuses a pair from a body that should return only the carry, for example a body written for `scan`."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
         name = convention.carry
+        is_state = any(same_structure(each, half) for each in own for half in out)
         raise BodyFault(
             f"{{body}} must return the next {name} alone, but returned {describe_node(out)}.",
+            *["If the other is the layer's new state, for example its cache: pass `state=` in place of `xs`."]
+            * is_state,
             f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {{unit}}s, call "
             f"`{convention.other}`.",
         )

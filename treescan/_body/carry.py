@@ -30,7 +30,7 @@ from .._avals import (
     type_of,
     varying_axes,
 )
-from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row
+from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row, accepts
 from .._loop.loop import Body
 from .._loop.run import is_last_trace
 from .._tree import (
@@ -394,6 +394,15 @@ def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[]
         raise
     except Exception as error:
         node = jax.tree.leaves(state, is_leaf=is_carry)[index]
+        parameters = _HOOKS[hook]
+        if not accepts(getattr(node, hook), len(parameters)):
+            raise PluginFault(
+                f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` of the custom carry at "
+                f"{_path_of(state, root, index)} cannot be called with ({', '.join(parameters)}).",
+                f"Write it as `def {hook}({', '.join(('self', *parameters))}): ...`.{_WRITE * (hook == 'write')}",
+                describe_class(type(node)),
+                cause=error,
+            ) from None
         raise PluginFault(
             f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` failed for the custom carry at "
             f"{_path_of(state, root, index)}.",
@@ -404,6 +413,8 @@ def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[]
         ) from None
 
 
+_HOOKS = {"read": (), "write": ("returned", "valid"), "rows": ()}
+_WRITE = " In a masked scan, `valid` is bool[*batch]; else it is None."
 _ASK = " Return the value to write to the carry, not the carry itself."
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 
 from .._avals import PyTree, describe_argument, describe_leaf, shape_of
 from .._body.carry import agree, find_differences
-from .._errors import Fault, PluginFault, TypeMisuse
+from .._errors import Fault, PluginFault, TypeMisuse, accepts
 from .._loop.feed import Feed, Slot
 from .._loop.loop import Loop, Step, is_untraced
 from .._rows.checks import check_slots
@@ -43,7 +42,7 @@ def around_steps(options: Any) -> list[Transform]:
                 f"{{call}}: {who(option)} says that it is around {describe_argument(option.around)}.",
                 "`around` is one of `Around.BODY`, `Around.MASK` and `Around.REMAT`.",
             )
-        if not _takes_four(option):
+        if not accepts(option, 4):
             raise PluginFault(f"{{call}}: {who(option)} cannot be called with (step, consts, state, feed).", _CALLED)
         try:
             hash(option)
@@ -56,14 +55,6 @@ def around_steps(options: Any) -> list[Transform]:
             ) from None
         transforms += _OF[option.around](Static(option))
     return transforms
-
-
-def _takes_four(option: Option) -> bool:
-    try:
-        inspect.signature(option).bind(*[None] * 4)
-    except TypeError:
-        return False
-    return True
 
 
 _CALLED = (

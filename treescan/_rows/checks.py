@@ -149,13 +149,13 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
         given = f"{name}[..., 0]" if len(shape) == 3 and shape[2] == 1 else name
         if (len(shape) == 2 or given != name) and shape[1 - time_axis] == steps:
             swapped = (
-                f"If {leads} there, pass `{given}.T`, or `time_axis={1 - time_axis}` if xs have that layout too. "
-                "Otherwise "
+                f"If {leads} there, pass `{given}.T`, or `time_axis={1 - time_axis}` if {{xs}} has that layout "
+                "too. Otherwise "
             )
         raise Misuse(
             f"{{call}}: `{name}` must have the steps along axis {time_axis}, {wanted}, but is "
             f"{describe_argument(flags)}.",
-            f"{swapped}xs has {steps} steps: give `{name}` the same number, along axis {time_axis}.",
+            f"{swapped}{{xs}} has {steps} steps: give `{name}` the same number, along axis {time_axis}.",
         )
     return jnp.asarray(flags)
 

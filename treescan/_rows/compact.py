@@ -18,7 +18,6 @@ from .._cpu.rows import gather_rows
 from .._errors import BodyFault, Fault, Misuse, TreescanError
 from .._loop.feed import Feed, slots_of
 from .._loop.loop import Loop, Step
-from .._trace.blame import place_of
 from .._trace.equations import equations_within, jaxprs_within
 from .._trace.hoist import Hoisted, one_step, trace_also
 from .._transforms.refuse import refuse_symbolic
@@ -245,7 +244,10 @@ def refuse_shared_draws(step: Any, of_fewer: Any, tier: int, rows: int) -> None:
     pairs = itertools.zip_longest(*map(_draws_of, (step, of_fewer)))
     bad = [a or b for a, b in pairs if (a and a.drawn) != (b and b.drawn)]
     if bad:
-        places = " and ".join(dict.fromkeys(draw.place for draw in bad))
+        from .._trace.blame import place_of  # here, not above: only an error needs it
+
+        found = (next(filter(None, map(place_of, draw.within)), "the body") for draw in bad)
+        places = " and ".join(dict.fromkeys(found))
         raise Misuse(
             f"{{call}}: `compact` calls the body with {tier} of the {rows} rows, where random numbers that are drawn "
             f"for all rows at once would be others. They are drawn in {places}.",
@@ -276,20 +278,20 @@ class _Draw(NamedTuple):
     """A draw of random numbers.
 
     Attributes:
-        place: the line in which it is written.
+        within: its equation, and those that this is within, outwards.
         drawn: of which shape the numbers are that depend on each other.
         of_batch: whether they depend on the keys of other rows.
     """
 
-    place: str
+    within: tuple[Any, ...]
     drawn: tuple[int, ...]
     of_batch: bool
 
 
-def _draws_of(jaxpr: Any, place: str = "the body") -> Iterator[_Draw]:
-    """The draws in an open jaxpr."""
+def _draws_of(jaxpr: Any, within: tuple[Any, ...] = ()) -> Iterator[_Draw]:
+    """The draws in an open jaxpr, which is within these equations."""
     for equation in jaxpr.eqns:
-        here = place_of(equation) or place
+        here = (equation, *within)
         if equation.primitive.name in _DRAWS:
             keys = equation.invars[0].aval
             of_batch = "rbg" in str(keys.dtype) and bool(keys.shape)

@@ -36,7 +36,7 @@ from .._body.call import are_alike
 from .._body.carry import StateAndY
 from .._body.registered import refuse_unregistered
 from .._body.signature import WITH_STATE, Convention
-from .._errors import LayerFault, Misuse, Row, speaking_of
+from .._errors import Cure, Fault, LayerError, LayerFault, Misuse, Row, speaking_of
 from .._loop.loop import Body, Result
 from .._outputs.outputs import KeepOutputs, MoveOutputs
 from .._stacks.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
@@ -141,8 +141,8 @@ def forgotten_stack(layers: PyTree, root: str) -> list[str]:
         return []
     return [
         f"Did you forget `treescan.stack`? `{root}` is a {type(layers).__name__} of {len(layers)} trees of the same "
-        f"types, and the number of layers is the size of their first axis. If each item is a layer, pass "
-        f"`treescan.stack({root})`."
+        f"types, and the number of layers is the size of their first axis. If each item is "
+        f"{'a layer' if root.startswith('layers') else 'of one layer'}, pass `treescan.stack({root})`."
     ]
 
 
@@ -212,9 +212,12 @@ def _check_count(
     ]
     if rows and of_xs and all(row.expected == "none" for row in rows):
         raise no_axis(own, root, LayerFault)
+    says = f"{{call}}: `{stack}` holds {count} layers, but leaves of `{root}` have a different number."
+    if rows and (forgotten := forgotten_stack(own, root)):
+        raise LayerFault(says, *forgotten)
     if rows:
         raise LayerFault(
-            f"{{call}}: `{stack}` holds {count} layers, but leaves of `{root}` have a different number.",
+            says,
             *forgotten_stack(layers, stack),
             cure,
             header=("leaf", "layers", "is"),
@@ -270,6 +273,17 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
             "Let the block close over them, or give their values, `ref[...]`.",
             rows=rows,
         )
+
+
+def _exchanged(x: PyTree, layers: PyTree, xs: PyTree, state: PyTree) -> list[str]:
+    """The advice if x has as many layers as what stands beside the stack, which has another number."""
+    sizes = ({_size(leaf, 0) for leaf in jax.tree.leaves(tree)} for tree in (x, layers, (xs, state)))
+    of_x, of_layers, of_others = sizes
+    if of_x != of_others or of_x == of_layers or len(of_x) != 1 or None in of_x or are_alike(xs) or are_alike(state):
+        return []
+    return [
+        f"The leaves of x have {of_x.pop()}. Perhaps x and the layers are exchanged: the order is (block, x, layers)."
+    ]
 
 
 def check_args(args: Any) -> tuple[PyTree, ...]:
@@ -376,9 +390,14 @@ def prepare_layers(
     """
     convention = convention if state is None else WITH_STATE[convention]
     handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
-    bodies, stacks = [body for body, _ in handles], check_stacks(block, layers, xs, in_axes, length)
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
-    states, caches = check_state(state, stacks)
+    try:
+        bodies, stacks = [body for body, _ in handles], check_stacks(block, layers, xs, in_axes, length)
+        states, caches = check_state(state, stacks)
+    except Fault as fault:
+        if fault.error is LayerError:
+            fault.cures = (*map(Cure, _exchanged(x, layers, xs, state)), *fault.cures)
+        raise
     frozen_x = freeze_static(adopted.init)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own, (axes, *others) = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)

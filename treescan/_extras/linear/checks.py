@@ -10,8 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._arguments import infer_length
-from ..._avals import Array, PyTree, as_arrays, describe_argument, describe_leaf, dtype_of, is_weak, shape_of
+from ..._arguments import axis_spec
+from ..._avals import (
+    Array,
+    PyTree,
+    as_arrays,
+    describe_argument,
+    describe_leaf,
+    dtype_of,
+    is_weak,
+    shape_of,
+    spec_parts,
+)
 from ..._errors import Misuse, Row, TypeMisuse
 from ..._options.reset_to import check_targets
 from ..._rows.axes import RowFlags
@@ -45,7 +55,8 @@ def leaves_of(given: Both, init: PyTree, time_axis: int, *, matrix: bool) -> lis
         if any(callable(leaf) for _, leaf in named_a):
             cure = "It takes arrays and no body: `linear_scan(a, b, init)`."
         raise TypeMisuse("{call}: a and b must be real or complex.", cure, rows=rows)
-    infer_length(given.b, None, (time_axis,) * len(named_b))
+    _check_steps(named_b, time_axis)
+    _refuse_split(named_a, named_b, time_axis)
     named = jax.tree.unflatten(jax.tree.structure(given.a), itertools.starmap(_Named, named_a))
     cure = "Give one {} for all leaves of b, or a prefix tree of b."
     factors = spread_prefix("`a`", named, given.b, "b", cure.format("a"))
@@ -54,6 +65,41 @@ def leaves_of(given: Both, init: PyTree, time_axis: int, *, matrix: bool) -> lis
         inits = spread_prefix("`init`", init, given.b, "b", cure.format("init"))
     each = zip(factors, itertools.starmap(_Named, named_b), inits, strict=True)
     return [_checked(factor, added, own, time_axis, matrix) for factor, added, own in each]
+
+
+def _check_steps(named: list[tuple[str, Any]], time_axis: int) -> None:
+    """Refuses leaves of b without steps, or with different numbers of them."""
+    sizes = [(shape_of(leaf) or ())[time_axis : time_axis + 1] for _, leaf in named]
+    if named and () not in sizes and len(set(sizes)) == 1:
+        return
+    says = "leaves of b have no steps" if () in sizes else "the leaves of b do not have the same number of steps"
+    raise Misuse(
+        f"{{call}}: {says if named else 'b holds no arrays'}.",
+        f"b is what each step adds, with the steps along axis {time_axis}.",
+        *["If b is a list of numbers, give `jnp.asarray(b)`."] * (() in sizes),
+        header=("leaf", "steps", "is"),
+        rows=[
+            Row(path, str(*size) or "none", describe_argument(leaf))
+            for (path, leaf), size in zip(named, sizes, strict=True)
+        ],
+    )
+
+
+def _refuse_split(named_a: list[tuple[str, Any]], named_b: list[tuple[str, Any]], time_axis: int) -> None:
+    """Refuses leaves whose steps are spread over devices, where shardings are part of the type."""
+    bad = [(path, leaf) for path, leaf in (*named_a, *named_b) if axis_spec(leaf, time_axis) is not None]
+    if not bad:
+        return
+    (path, leaf), name = bad[0], axis_spec(bad[0][1], time_axis)
+    free = list(map(repr, spec_parts(jax.typeof(leaf).sharding.spec)))
+    free[time_axis] = "None"
+    solved = f"`jax.shard_map(lambda a, b: linear_scan(a, b, axis_name={name!r}), ...)`"
+    raise Misuse(
+        "{call}: steps are spread over devices, so that no device has the state before each of its steps.",
+        *[f"Let each device solve its own, and hand states on: {solved}."] * isinstance(name, str),
+        f"Or give every device all steps: `jax.sharding.reshard({path}, jax.P({', '.join(free)}))`.",
+        rows=[Row(path, "not sharded", describe_leaf(leaf), f"axis {time_axis}") for path, leaf in bad],
+    )
 
 
 def _is_inexact(leaf: Any) -> bool:
@@ -76,15 +122,10 @@ def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: b
         a = a.reshape((1,) * b.ndim)
     shape = (*b.shape, b.shape[-1]) if matrix else b.shape
     inner = a.shape[-2:] == shape[-2:] and b.ndim > 1 if matrix else True
-    if a.ndim != len(shape) or not inner or any(own not in (1, n) for own, n in zip(a.shape, shape, strict=True)):
-        ahead = ", ".join(["None"] * (len(shape) - a.ndim))
+    if not _fits(a.shape, shape) or not inner:
         raise Misuse(
             f"{{call}}: {both}. a must be of shape {list(shape)}. Any axis{' before the last two' * matrix} may be 1.",
-            *[
-                f"If a has an entry for each step, write `{factor.path}[:, {ahead}]`. If it is the same in all steps, "
-                f"write `{factor.path}[{ahead}]`."
-            ]
-            * bool(ahead),
+            *_with_axes(factor.path, a.shape, shape),
             *["For matrices, `[T, ..., n, n]`, pass `matrix=True`."] * (not matrix and a.ndim == b.ndim + 1),
             *["With `matrix=True`, b holds vectors, `[T, ..., n]`."] * matrix,
         )
@@ -103,6 +144,24 @@ def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: b
             *[f"Perhaps {leads(time_axis)}"] * (shape_of(init) == (len(b), *b.shape[2:])),
         )
     return a, b, jnp.broadcast_to(jnp.asarray(init, dtype), b.shape[1:])
+
+
+def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    return len(own) == len(shape) and all(size in (1, n) for size, n in zip(own, shape, strict=True))
+
+
+def _with_axes(path: str, own: tuple[int, ...], shape: tuple[int, ...]) -> list[str]:
+    """The advice to add axes to factors that lack some, where they then fit."""
+    none = (1,) * (len(shape) - len(own))
+    added, axes = len(none), ", ".join(["None"] * len(none))
+    cures = list[str]()
+    if added and _fits((*own[:1], *none, *own[1:]), shape):
+        cures.append(f"If a has an entry for each step, write `{path}[:, {axes}]`.")
+    if added and _fits((*none, *own), shape):
+        cures.append(f"If it is the same in all steps, write `{path}[{axes}]`.")
+    if added and len(own) > 1 and _fits((*own, *none), shape):
+        cures.append(f"If its axes are the first ones of b, write `{path}[..., {axes}]`.")
+    return [" ".join(cures)] * bool(cures)
 
 
 def promoted(*values: Any) -> Any:

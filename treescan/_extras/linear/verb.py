@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ..._arguments import check_reverse
+from ..._arguments import OF_MASK_SCAN, check_reverse
 from ..._avals import Array, ArrayLike, PyTree, TreeDef
 from ..._batches.batch import rows_of
 from ..._errors import STEP_WORDS, Misuse, expect, expect_int, expect_one_of, explain, verb
@@ -19,6 +19,7 @@ from ..._rows.fill import HOLD, check_fill, fill_leaves
 from ..._rows.leaves import mask_of_lengths
 from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of
 from ..._tree import Prefix
+from ..._types import UnkeyedOptions
 from .checks import Both, check_flags, leaves_of, refuse_part
 from .methods import between_devices
 from .rule import recurrence, run
@@ -26,6 +27,16 @@ from .step import Given, How, but, like_step
 
 METHODS = ("sequential", "chunked", "parallel")
 _WORDS = {**STEP_WORDS, "xs": "b"}
+ELSEWHERE = {
+    **dict.fromkeys(
+        (*UnkeyedOptions.__annotations__, "key"),
+        "`treescan.scan` and `treescan.mask_scan` take it, for a loop with a body.",
+    ),
+    **dict.fromkeys(OF_MASK_SCAN, "`treescan.mask_scan` takes it, for a loop with a body."),
+    **dict.fromkeys(("in_axes", "out_axes"), "`time_axis` is the axis of the steps, in a, in b and in the outputs."),
+    "length": "The steps are those of b.",
+}
+"""What other verbs take; see `named_options`."""
 
 
 @verb

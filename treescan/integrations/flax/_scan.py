@@ -152,6 +152,12 @@ def _rewind(counters: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
             counters[key] = saved.get(key, 0)
 
 
+ELSEWHERE = dict.fromkeys(
+    ("lengths", "seq_lengths", "mask"),
+    "For rows of unequal length, `treescan.integrations.flax.RNN(cell)(xs, seq_lengths=...)` runs a cell, and "
+    "`treescan.mask_scan(..., lengths=...)` a function.",
+)
+"""What others take; see `named_options`."""
 Target = TypeVar("Target")
 FLAX = dataclasses.replace(LIFT, verb="flax.scan")
 

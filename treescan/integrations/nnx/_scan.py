@@ -19,6 +19,11 @@ from ._step import ModuleStep, ValueStep
 from ._variables import axes_of, by_name, check_axes
 
 F = TypeVar("F", bound=Callable[..., Any])
+ELSEWHERE = dict.fromkeys(
+    ("lengths", "seq_lengths", "mask"),
+    "`treescan.mask_scan` takes `lengths` and `mask`, for rows of unequal length.",
+)
+"""What others take; see `named_options`."""
 NNX_WORDS = {
     **GROUP_WORDS,
     "axis_none": "None gives it whole to every step. `nnx.Carry` is for what is carried, and `nnx.StateAxes` gives "
