@@ -503,19 +503,20 @@ def short_repr(name: str, **fields: Any) -> str:
 
 
 def describe_tree(tree: Any) -> str:
-    """A tree with the types of its arrays in their places; single numbers by their values, where these are known."""
-    value = _number(tree)
-    if value is not None:
-        return value
+    """A tree with the types of its arrays in their places; few numbers by their values, where these are known."""
     try:
-        return repr(jax.tree.map(lambda leaf: Shown(describe_leaf(leaf)), tree))
+        return repr(jax.tree.map(lambda leaf: Shown(_numbers(leaf) or describe_leaf(leaf)), tree))
     except Exception:  # a class of the user's that its own repr or constructor fails for
         return describe_node(tree)
 
 
-def _number(leaf: Any) -> str | None:
-    """The value of an array of shape [], if it is there."""
-    known = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) and leaf.shape == ()
+_FEW = 8
+
+
+def _numbers(leaf: Any) -> str | None:
+    """The values of an array of shape [], or of few numbers in one axis, if they are there."""
+    known = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer)
+    known = known and leaf.ndim < 2 and leaf.size <= _FEW and leaf.shape != (0,)
     try:
         return str(np.asarray(leaf)) if known else None
     except Exception:  # deleted, spread over hosts, or a PRNG key
@@ -525,7 +526,7 @@ def _number(leaf: Any) -> str | None:
 def short_html(name: str, **fields: Any) -> str:
     """A short repr for notebooks: a table with a row for each leaf."""
     rows = [
-        (path, _number(leaf) or describe_leaf(leaf))
+        (path, _numbers(leaf) or describe_leaf(leaf))
         for field, value in fields.items()
         for path, leaf in leaves_with_path(field, value) or [(field, value)]
     ]

@@ -224,7 +224,6 @@ case()(
     block_that_takes_x_first=lambda one: fold_layers(lambda x, layer: block_alone(layer, x), X, denses(one)),
     layers_of_two_depths=lambda one: scan_layers(block, X, {"w": one * jnp.ones((4, 3, 3)), "b": jnp.zeros((5, 3))}),
     layers_without_arrays=lambda one: scan_layers(block, X, None),
-    layers_none=lambda one: scan_layers(block, X, denses(one, 0)),
     layers_and_xs_of_two_depths=lambda one: scanned(
         one, with_cache, xs={"k": one * jnp.zeros((3, 8)), "v": jnp.zeros((4, 8)), "step": jnp.int32(0)}
     ),

@@ -88,3 +88,20 @@ def test_resets_of_a_padded_part():
     padded = treescan.pad(sequences)
     got = treescan.mask_scan(plus, jnp.zeros(2), (padded, padded.data), resets=resets, reset_to=5.0)[0]
     npt.assert_array_equal(got, [7, 7])
+
+
+def test_a_mask_without_data_says_how_many_steps_there_are():
+    def count(n, _, *, valid):
+        return n + 1, valid
+
+    packed = treescan.pack([np.ones(3), np.ones(2)], length=4)
+    for time_axis in (0, 1):
+        mask, resets = (np.moveaxis(each, 0, time_axis) for each in (packed.mask, packed.resets))
+        options = {"time_axis": {"mask": time_axis, "ys": time_axis}}
+        counts, valid = treescan.mask_scan(count, jnp.zeros(packed.rows), None, mask=mask, **options)
+        np.testing.assert_array_equal(counts, packed.mask.sum(0))
+        np.testing.assert_array_equal(valid, mask)
+        last, _ = treescan.mask_scan(count, jnp.zeros(packed.rows), None, resets=resets, **options)
+        assert last.shape == (packed.rows,)
+    counts, _ = treescan.mask_scan(count, jnp.zeros(packed.rows), packed._replace(data=None))
+    np.testing.assert_array_equal(counts, [3, 2])

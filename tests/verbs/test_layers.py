@@ -55,6 +55,28 @@ def test_outputs_of_an_empty_stack_have_their_types():
 # What goes in and out
 
 
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "step"}, {"key": jax.random.key(0)}], ids=str)
+def test_no_layers_return_x(options):
+    layers, state = make_stack(0), jnp.zeros((0, 2))
+
+    def folded(layer, x, *state, key=None):
+        x, _ = block(layer, x, key=key)
+        return (x, *state) if state else x
+
+    def loss(x, layers):
+        last, ys = treescan.scan_layers(block, x, layers, **options)
+        return (last**2).sum() + sum(y.sum() for y in jax.tree.leaves(ys))
+
+    for blocks, stacks in ((folded, layers), ([folded] * 2, [layers] * 2)):
+        npt.assert_array_equal(treescan.fold_layers(blocks, X, stacks, **options), X)
+    last, caches = treescan.fold_layers(folded, X, layers, state=state, **options)
+    npt.assert_array_equal(last, X)
+    assert caches.shape == (0, 2)
+    _, ys = treescan.scan_layers(block, X, layers, **options)
+    assert jax.tree.map(jnp.shape, ys) == {"mean": (0, 3), "mlp": (0, 3, 4)}
+    npt.assert_array_equal(jax.grad(loss)(X, layers), 2 * X)
+
+
 def test_args_that_are_no_arrays_stay_what_they_are():
     seen = []
 

@@ -111,6 +111,12 @@ def test_derivatives_of_loops_that_end_early_show_no_inner_loop(transform):
     chex.assert_trees_all_close(within(run), run(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("method", ["sequential", "chunked", "parallel"])
+def test_loops_within_a_linear_scan_are_no_loops_of_the_user(method):
+    assert told(lambda: treescan.linear_scan(0.5, XS, method=method)[0]) == []
+    assert told(lambda: treescan.linear_scan(0.5, XS, remat=2)[0]) == []
+
+
 def test_a_loop_with_a_bar_of_its_own_shows_no_other_within_and_jax_loops_show_each():
     own = Progress("own", updates=3, meter=Recorder())
     assert told(lambda: treescan.scan(outer, H, jnp.ones(3), progress=own)) == [[1, 2, 3]]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
 
+import jax
+
 from .._arguments import check_options
-from .._avals import Array, ArrayLike, PyTree
+from .._avals import Array, ArrayLike, PyTree, shape_of
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
 from .._errors import MASK_WORDS, explain, in_own_words, verb
@@ -157,7 +159,7 @@ def mask_scan(
             mapping with any of the keys "xs", "ys" and "mask" (with which `resets` go), each 0 if it is not there:
             `{"xs": (0, None)}`. "xs" is a prefix tree of xs, as `in_axes` of `treescan.scan`: with None, every step
             receives the whole leaf. "ys" is a prefix tree of ys, as `out_axes`.
-        length: the number of steps T; needed without xs.
+        length: the number of steps T; needed without xs, if only `lengths` are given.
         fill: the value of y at padded steps: a number; or "hold", the row's last valid y in the order of the run, and 0
             before there is one; or a prefix tree of y with these.
         row_axes: the axis where the batch shape starts, in all leaves of the carry, of one step's x and of one step's
@@ -227,6 +229,9 @@ def mask_scan(
         compact = check_compact(compact, keyed=options.get("key") is not None)
         told = time_axis.get("xs") if isinstance(time_axis, Mapping) else None
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), steps, told)
+        if length is None and not jax.tree.leaves(xs):  # the mask has the steps, as that of a `Packed` without data
+            of_steps = [shape_of(each) or () for each in (flags.mask, flags.resets)]
+            length = next((shape[steps] for shape in of_steps if len(shape) > steps), None)
         rows = RowPlan(flags, *axes, steps, reset_to, fill, chunk, compact)
         result = run_scan(MASK_SCAN, f, init, xs, length, rows=rows, in_axes=sliced, out_axes=stacked, **options)
         return returned(result)

@@ -167,8 +167,6 @@ def _check_pattern(counts: tuple[int, ...]) -> None:
     """Refuses stacks whose blocks cannot take turns."""
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
-    if not any(counts):
-        raise LayerFault("{call}: there are no layers: every stack is empty.", "Give at least one layer.")
     if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
         raise LayerFault(
             "{call}: the stacks do not make a pattern.",

@@ -44,7 +44,8 @@ def over_steps(
 
     axes = [None if is_one or axis else 0 for is_one in of_all]
     given = (jnp.arange(count), xs)
-    return scan(each, state, given, reverse=how.reverse, in_axes=(0, axes), remat=remat)
+    options: dict[str, Any] = {"reverse": how.reverse, "in_axes": (0, axes), "remat": remat}
+    return scan(each, state, given, **options, progress=False)  # its steps are ours, also within `treescan.progress`
 
 
 def shifted(how: How, hs: Array, start: Array) -> Array:
