@@ -169,8 +169,8 @@ class Cure(NamedTuple):
     leaf: str = ""
 
 
-_MOST = 40
-"""The rows that a table shows."""
+_MOST = 16
+"""The rows that a table shows: a message fits on a screen."""
 
 
 class Fault(Exception):
