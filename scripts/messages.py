@@ -344,7 +344,6 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
                     "forgotten_*",
                     "layers_and_*",
                     "layers_length_*",
-                    "layers_none*",
                     "layers_without_*",
                 ),
                 *("layer_at_*", "unstack_[!s]*", "unstack_static_*", "state_of_*"),

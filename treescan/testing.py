@@ -94,7 +94,8 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
     causes: list[Exception] = []
     arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), carry)
     trial = _Trial(arrays, returned, batch, ())
-    failed |= _try(_begins_with_rows, trial, causes) if batch else {}
+    without = _try(_begins_with_rows, trial, causes) if batch else {}
+    failed |= without
     for law in () if failed else (_hooks_run, _types_stay):
         failed |= _try(law, trial, causes)
     if not failed:
@@ -108,8 +109,8 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
                 failed |= _try(law, trial, causes)
     if failed:
         cause = causes[0] if causes else None
-        without = wrap(_WITHOUT_BATCH) if batch and not trial.axes and not causes else ""
-        raise AssertionError("\n\n".join(filter(None, [_report(type(carry), failed, cause), without]))) from cause
+        cure = f"\n\n{wrap(_WITHOUT_BATCH)}" if without else ""
+        raise AssertionError(_report(type(carry), failed, cause) + cure) from cause
 
 
 _WITHOUT_BATCH = (
