@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         stack as stack,
         unstack as unstack,
     )
-    from ._trace.hoist import rewriting as rewriting
+    from ._trace.rewriting import rewriting as rewriting
     from ._types import Checkpoint as Checkpoint, Remat as Remat
     from ._verbs.fori import fori as fori
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
@@ -58,7 +58,7 @@ else:
             "_stacks.stack": "init_layers layer_at set_layer stack unstack",
             "_extras.linear.verb": "linear_scan",
             "_errors": "TreescanError",
-            "_trace.hoist": "rewriting",
+            "_trace.rewriting": "rewriting",
             "_options.finite.case": "last_nonfinite",
             "_types": "Checkpoint Remat",
             "_extras.chunk_map.verb": "chunk_map",

@@ -17,7 +17,7 @@ import treescan
 from treescan import scan, stream
 from treescan._extras.stream.reader import Reader
 from treescan._extras.stream.sources import Read
-from treescan._trace.hoist import is_rewriting
+from treescan._trace.rewriting import is_rewriting
 
 T = 6
 WORD: contextvars.ContextVar[str] = contextvars.ContextVar("word", default="none")

@@ -42,18 +42,8 @@ from .._outputs.outputs import QuietSteps
 from .._remat.checkpoint import Checkpointed, SaveDecisions, chooses
 from .._trace.cost import TRANSCENDENTAL, count_operations
 from .._trace.equations import PRODUCTS, alone, has_branches, values_of
-from .._trace.hoist import (
-    Hoisted,
-    Unproven,
-    add_alike,
-    array_of,
-    fill_in,
-    lifted,
-    nonzero_part,
-    one_step,
-    smooth_part,
-    typed_like,
-)
+from .._trace.hoist import Hoisted, array_of, fill_in, lifted, nonzero_part, one_step, smooth_part
+from .._trace.rewriting import Unproven, add_alike, typed_like
 from .._trace.rules import with_rule
 from .._trace.transposed import mapped_later, push_plainly
 from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of

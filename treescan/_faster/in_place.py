@@ -25,7 +25,7 @@ from .._outputs.outputs import emitting, is_thinned, run_keeping
 from .._remat.checkpoint import is_remat3
 from .._rows.axes import without_arrays
 from .._rows.mask import masked_step, without_pairs
-from .._trace.hoist import Unproven
+from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
 from .._trace.transposed import push_plainly
 from .._transforms.plan import plan

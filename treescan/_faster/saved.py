@@ -36,7 +36,8 @@ from .._rows.leaves import SCHEDULE, Schedule
 from .._rows.mask import without_pairs
 from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
-from .._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
+from .._trace.hoist import array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
+from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
 from .._trace.transposed import push_plainly, with_transpose
 from .._tree import Part, merge, split

@@ -19,7 +19,8 @@ from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step
 from .._trace.equations import called, holds, jaxprs_within
-from .._trace.hoist import Hoisted, is_rewriting, smooth_part
+from .._trace.hoist import Hoisted, smooth_part
+from .._trace.rewriting import is_rewriting
 from .._transforms.refuse import refuse_symbolic
 from .._types import Remat
 

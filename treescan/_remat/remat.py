@@ -17,7 +17,8 @@ from .._loop.loop import Loop, Step, is_untraced
 from .._loop.sizes import Wish, chunk_size
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
-from .._trace.hoist import Hoisted, hoist, is_rewriting, traced
+from .._trace.hoist import Hoisted, hoist, traced
+from .._trace.rewriting import is_rewriting
 from .._transforms.refuse import once_only, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .._tree import Static

@@ -22,7 +22,7 @@ from .._loop.loop import Loop, Step, is_untraced
 from .._loop.sizes import LARGEST, Around, Wish, chunk_size
 from .._outputs.outputs import is_thinned
 from .._remat.checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled
-from .._trace.hoist import is_rewriting
+from .._trace.rewriting import is_rewriting
 from .._transforms.refuse import refuse_symbolic, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .axes import RowAxes

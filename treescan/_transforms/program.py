@@ -13,7 +13,7 @@ import jax
 from .._avals import PyTree
 from .._loop.loop import Memo, is_jit_disabled, under_a_trace
 from .._loop.run import checks_key_reuse, debugs_nans
-from .._trace.hoist import is_rewriting
+from .._trace.rewriting import is_rewriting
 from .call import Arguments, Call
 from .nest import run_nested
 from .transform import Transform

@@ -16,7 +16,8 @@ from .._loop.feed import Feed
 from .._loop.loop import Loop, Step, within
 from .._loop.sizes import Around
 from .._rows.mask import masked_step, without_pairs
-from .._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_rewriting, is_smooth, no_tangent, nonzero_part
+from .._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from .._trace.rewriting import is_rewriting
 from .._trace.rules import with_rule
 from .condition import Condition
 from .early_exit import (
