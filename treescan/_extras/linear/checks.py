@@ -25,7 +25,7 @@ from ..._avals import (
 from ..._errors import Misuse, Row, TypeMisuse
 from ..._options.reset_to import check_targets
 from ..._rows.axes import RowFlags
-from ..._rows.checks import batch_of, check_rows, leads
+from ..._rows.checks import batch_of, check_lengths, check_rows, leads
 from ..._rows.fill import HOLD
 from ..._transforms.axes import spread_prefix
 from ..._tree import Prefix, Root, leaves_with_path, named_roots
@@ -181,11 +181,20 @@ def _in_front(leaf: Any, time_axis: int) -> Array:
     return jnp.moveaxis(leaf, time_axis, 0) if leaf.ndim > time_axis > 0 else leaf
 
 
-def check_flags(flags: RowFlags, reset_to: PyTree, init: PyTree, b: PyTree, time_axis: int) -> RowFlags:
-    """The flags, which fit b, with what resets restore, for each leaf; `init` has all leaves of b."""
+def check_flags(
+    flags: RowFlags, reset_to: PyTree, init: PyTree, b: PyTree, time_axis: int, axis_name: str | None
+) -> RowFlags:
+    """The flags, which fit b, with what resets restore, for each leaf; `init` has all leaves of b.
+
+    With an axis, lengths are given for the steps of all devices. Those that are returned are the device's.
+    """
     if any(each is not None for each in flags):
         named = leaves_with_path("b", b)
-        flags = check_rows(flags, time_axis, named[0][1].shape[0])
+        steps, first = named[0][1].shape[0], None
+        if axis_name is not None and flags.lengths is not None:
+            check_lengths(flags.lengths, steps * jax.lax.axis_size(axis_name), time_axis=time_axis)
+            first = steps * jax.lax.axis_index(axis_name)
+        flags = check_rows(flags, time_axis, steps, first)
         steps_and_rows = (named[0][1].shape[0], *batch_of(flags, time_axis))
         rows = [
             Row(path, f"[{', '.join(map(str, steps_and_rows))}, ...]", describe_leaf(leaf))

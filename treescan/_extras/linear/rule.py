@@ -47,11 +47,12 @@ def recurrence(how: How, x: Given) -> tuple[Array, Array]:
 
 def _rule(how: How, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Any, Any]:
     (x,), (dx,) = primals, tangents
-    last, hs = recurrence(how, x._replace(fill=None))  # of padding too, as the step after a gap reads it
+    # Of padding too, as the step after a gap reads it; and not rounded to what is kept, as no step reads that.
+    last, hs = recurrence(how._replace(out=how.state), x._replace(fill=None))
     moving = {name: dx[i] for i, name in enumerate(("a", "b", "start", "target")) if _moves(dx[i])}
     derivative = _in_sequence if how.method == "sequential" else _by_solution
     d_last, d_hs = derivative(how, x._replace(fill=None), hs, moving)
-    return (last, _filled(x, hs, x.fill)), (d_last, _filled(x, d_hs, 0))
+    return (last, _filled(x, hs.astype(how.out), x.fill)), (d_last, _filled(x, d_hs, 0))
 
 
 def _moves(tangent: Any) -> bool:
@@ -71,7 +72,7 @@ def _in_sequence(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[A
 
     def body(dh: Array, x: Given, dx: dict[str, Array], u: Array | None, place: Array) -> tuple[Array, Array]:
         before = jax.lax.dynamic_index_in_dim(hs, jnp.clip(place + back, 0, len(hs) - 1), 0, keepdims=False)
-        h = jnp.where(place == first, x.start, before.astype(how.state))
+        h = jnp.where(place == first, x.start, before)
         own = {name: getattr(x, name) for name in dx}
         dh = jax.jvp(lambda h, own: step(how, h, x._replace(**own)), (h, own), (dh, dx))[1]
         dh = dh if u is None else dh + u
@@ -111,6 +112,6 @@ def _moved(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> Array:
 
     def of(own: dict[str, Array]) -> Array:
         moved = x._replace(**own)
-        return step(how, shifted(how, hs.astype(how.state), moved.start), moved)
+        return step(how, shifted(how, hs, moved.start), moved)
 
     return jax.jvp(of, ({name: getattr(x, name) for name in dx},), (dx,))[1]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._arguments import OF_MASK_SCAN, check_reverse
-from ..._avals import Array, ArrayLike, PyTree, TreeDef
+from ..._avals import Array, ArrayLike, PyTree, TreeDef, vary_over, varying_axes
 from ..._batches.batch import rows_of
 from ..._errors import STEP_WORDS, Misuse, expect, expect_int, expect_one_of, explain, verb
 from ..._options.resets import begins_at
@@ -137,9 +137,7 @@ def linear_scan(
         moved, inits = (tree.unflatten([leaf[i] for leaf in leaves]) for i in (1, 2))
         if axis_name is not None:
             refuse_part(flags, fill, reverse=reverse)
-            if flags.lengths is not None:
-                flags = flags._replace(lengths=_lengths_of_device(flags.lengths, len(leaves[0][1]), axis_name))
-        flags = check_flags(flags, reset_to, inits, moved, time_axis)
+        flags = check_flags(flags, reset_to, inits, moved, time_axis, axis_name)
         fills, held = fill_leaves(Prefix.of(fill), moved), Prefix.of(fill).spread(moved, "b")
         found = list[tuple[Array, Array | None]]()
         for i, (own_a, own_b, h0) in enumerate(leaves):
@@ -154,15 +152,12 @@ def linear_scan(
     raise explained
 
 
-def _lengths_of_device(lengths: Any, count: int, axis_name: str) -> Array:
-    """The lengths of rows within the steps of this device, of which there are `count`."""
-    return jnp.clip(jnp.asarray(lengths) - jax.lax.axis_index(axis_name) * count, 0, count)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) -> tuple[Array, Array | None]:
     """The last state and the outputs of one recurrence, the steps of which are in front."""
     count, spans, table = b.shape[0], flags.spans, flags.inits
+    if len(a) == 1:  # of all steps: its cotangent is a sum, for which half precision has too few digits
+        a = a.astype(how.state)
     valid, linked = _steps(how, flags, count)
     h0 = like_step(h0, b, how.state, a, flags.to, valid, linked)
     target = h0 if flags.to is None else like_step(flags.to, b, how.state, h0)
@@ -183,7 +178,8 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
     if how.axis_name is not None:
         is_last = jax.lax.axis_index(how.axis_name) == (0 if how.reverse else jax.lax.axis_size(how.axis_name) - 1)
         last = jax.lax.psum(jnp.where(is_last, last, 0), how.axis_name)
-    end = but(None if valid is None else jnp.any(valid, 0), last.astype(b.dtype), filled) if count else filled
+        filled = vary_over(jnp.broadcast_to(fill, last.shape), varying_axes(jax.typeof(last)))  # no device's own
+    end = but(_have_data(how, valid), last.astype(b.dtype), filled) if count else filled
     if spans is not None:
         start = at_rows(target, spans, 0) if table is None else table.astype(how.state)
         ends = functools.partial(ends_of, hs, spans, 0, some=are_valid(spans, flags.mask), reverse=how.reverse)
@@ -194,6 +190,13 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
         known = jax.lax.cummax(valid.astype(jnp.int8), reverse=how.reverse) > 0 if how.hold else valid
         hs = but(known, hs.astype(b.dtype), filled)
     return last, jnp.moveaxis(hs.astype(b.dtype), 0, how.time_axis)
+
+
+def _have_data(how: How, valid: Array | None) -> Array | None:
+    """Which rows have a valid step, on any device, bool[*batch]; None: all."""
+    if valid is None or how.axis_name is None:
+        return None if valid is None else jnp.any(valid, 0)
+    return jax.lax.pmax(jnp.any(valid, 0).astype(jnp.int32), how.axis_name) > 0
 
 
 def _steps(how: How, flags: RowFlags, count: int) -> tuple[Array | None, Array | None]:
