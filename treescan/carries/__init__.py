@@ -8,12 +8,10 @@ if TYPE_CHECKING:
     from ._averages import (
         Ema as Ema,
         Moments as Moments,
-        RunningSum as RunningSum,
         Statistics as Statistics,
         Window as Window,
         ema as ema,
         moments as moments,
-        running_sum as running_sum,
         window as window,
     )
     from ._base import (
@@ -34,16 +32,18 @@ if TYPE_CHECKING:
     )
     from ._keys import Keys as Keys, keys as keys
     from ._registry import register_carry as register_carry
+    from ._sums import RunningSum as RunningSum, running_sum as running_sum
 else:
     __all__, __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "_averages": "Ema Moments RunningSum Statistics Window ema moments running_sum window",
+            "_averages": "Ema Moments Statistics Window ema moments window",
             "_base": "AbstractCarry as_seen carry_of read_tree write_tree",
             "_buffer": "Best Buffer best buffer",
             "_gradient": "Cast ClipGradient StopGradient cast clip_gradient stop_gradient",
             "_keys": "Keys keys",
             "_registry": "register_carry",
+            "_sums": "RunningSum running_sum",
         },
         {"treescan.carries.RunningSum": "Sum", "treescan.carries.running_sum": "sum_"},  # until 0.2
     )

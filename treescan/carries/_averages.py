@@ -1,4 +1,4 @@
-"""Statistics that a carry collects: sums that do not lose small terms, averages, moments, windows."""
+"""Statistics that a carry collects: averages, moments, windows."""
 
 from __future__ import annotations
 
@@ -17,70 +17,7 @@ from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf,
 from .._errors import Misuse, TypeMisuse, expect, named_options
 from .._tree import PrefixMismatch, broadcast_prefix, describe_tree, leaves_with_path
 from ._base import AbstractCarry, as_seen
-from ._buffer import entries, fitted, inexact, is_shared, made, strong, widest
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class RunningSum(AbstractCarry[Array, ArrayLike]):
-    """The compensated sum of what the body returns: the rounding errors of the additions are summed separately.
-
-    The improved Kahan-Babuska algorithm (A. Neumaier, ZAMM 54, 1974): the error is about one rounding of the result,
-    for any number of terms. The error of a plain sum grows with their number.
-
-    Attributes:
-        total: the plain sum.
-        lost: the sum of its rounding errors.
-        shared: whether all rows share it; None: if it has no axes.
-    """
-
-    total: Array
-    lost: Array
-    shared: bool | None = field(default=None, metadata={"static": True})
-
-    def read(self) -> Array:
-        """The sum so far."""
-        return self.total + self.lost
-
-    def write(self, returned: ArrayLike, valid: Array | None) -> RunningSum:
-        """Adds a term, or the sum of those of valid rows."""
-        term = entries(returned, self.total, valid, shared=self.shared).sum()
-        total = self.total + term
-        first = jnp.abs(self.total) >= jnp.abs(term)
-        error = jnp.where(first, (self.total - total) + term, (term - total) + self.total)
-        return replace(self, total=total, lost=self.lost + jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error)))
-
-    def rows(self) -> int | None:
-        """They lead; None if all rows share it."""
-        return None if is_shared(self.shared, self.total) else 0
-
-
-@named_options
-def running_sum(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
-    """Carries the compensated sum of what the body returns.
-
-    Args:
-        start: the first value of the sum: a floating-point number or array.
-        shared: whether all rows of a `mask_scan` share it: then the body returns terms [*batch, ...], of which those of
-            valid rows are added; elsewhere all entries are added. None: the same if `start` has no axes, but
-            elsewhere than in rows the body returns a number.
-
-    Returns:
-        `RunningSum`, typed as the sum that the body sees.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import treescan
-        >>> from treescan.carries import running_sum
-        >>> terms = jnp.array([1e8, 1.0, 1.0, -1e8])
-        >>> print(treescan.fold(lambda total, x: total + x, 0.0, terms))
-        0.0
-        >>> print(treescan.fold(lambda total, x: x, running_sum(), terms).read())
-        2.0
-    """
-    total = inexact(start)
-    return made(RunningSum(total, jnp.zeros_like(total), shared))
-
+from ._buffer import Entries, entries, fitted, inexact, is_shared, made, strong, wide_enough, widened, widest
 
 T = TypeVar("T")
 
@@ -97,42 +34,50 @@ class Ema(AbstractCarry[Any, Any]):
     A value that all rows of a `mask_scan` share is updated once per step, with the mean of the valid entries.
 
     Attributes:
-        value: any pytree of floating-point arrays.
+        value: any pytree of floating-point arrays, in at least float32.
         decay: a number, or an array that broadcasts against each leaf and has no rows; may be traced. A prefix tree of
             the value has other decays for other leaves.
         weight: the same tree, or None.
         shared: whether all rows share it; None: leaves without axes are shared.
+        dtypes: for each leaf that of the average that the body sees, None for that of the value; (): all None.
     """
 
     value: PyTree
     decay: PyTree
     weight: PyTree = None
     shared: bool | None = field(default=None, metadata={"static": True})
+    dtypes: tuple[DTypeLike | None, ...] = field(default=(), metadata={"static": True})
 
     def read(self) -> PyTree:
         """The average."""
-        if self.weight is None:
-            return self.value
-        return jax.tree.map(lambda v, w: v / jnp.where(w == 0, jnp.ones_like(w), w), self.value, self.weight)
+        value = self.value
+        if self.weight is not None:
+            value = jax.tree.map(lambda v, w: v / jnp.where(w == 0, jnp.ones_like(w), w), value, self.weight)
+        leaves, structure = jax.tree.flatten(value)
+        dtypes = self.dtypes or [None] * len(leaves)
+        return structure.unflatten(leaf.astype(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
 
     def write(self, returned: PyTree, valid: Array | None) -> Ema:
-        """One step of each average."""
-        decays = jax.tree.unflatten(
-            jax.tree.structure(self.value), broadcast_prefix(self.decay, self.value, "carry.value")
-        )
+        """One step of each average; those of which no entry counts do not change."""
+        structure = jax.tree.structure(self.value)
+        decays = structure.unflatten(broadcast_prefix(self.decay, self.value, "carry.value"))
+        rows = jax.tree.map(lambda old, came: entries(came, old, valid, shared=self.shared), self.value, returned)
 
-        def step(old: Array, came: ArrayLike, decay: ArrayLike) -> Array:
-            return _average(old, entries(came, old, valid, shared=self.shared).mean(), decay)
+        def step(old: Array, rows: Entries, decay: ArrayLike) -> Array:
+            return rows.but_none(_average(old, rows.mean(), decay), old)
 
         if self.weight is None:
-            return replace(self, value=jax.tree.map(step, self.value, returned, decays))
-        weight = jax.tree.map(lambda old, decay: _average(old, jnp.ones_like(old), decay), self.weight, decays)
+            return replace(self, value=jax.tree.map(step, self.value, rows, decays))
+
+        def heavier(old: Array, rows: Entries, decay: ArrayLike) -> Array:
+            return rows.but_none(_average(old, jnp.ones_like(old), decay), old)
 
         def without_start(old: Array, before: Array, now: Array) -> Array:
             return jnp.where((before == 0) & (now != 0), jnp.zeros_like(old), old)
 
+        weight = jax.tree.map(heavier, self.weight, rows, decays)
         value = jax.tree.map(without_start, self.value, self.weight, weight)
-        return replace(self, value=jax.tree.map(step, value, returned, decays), weight=weight)
+        return replace(self, value=jax.tree.map(step, value, rows, decays), weight=weight)
 
     def rows(self) -> Mapping[str, Any]:
         """Each leaf as `shared` has it; none in the decay."""
@@ -159,7 +104,8 @@ def ema(start: Any, decay: PyTree, *, debias: bool = False, shared: bool | None 
     """Carries the exponential moving average of what the body returns.
 
     Args:
-        start: the average before the first step: any pytree of numbers or arrays.
+        start: the average before the first step: any pytree of numbers or arrays. The body sees the average in their
+            dtypes. It is kept in at least float32, because small steps would be lost in half precision.
         decay: the weight of the past, between 0 and 1; a number or an array, traced or not, or a prefix tree of `start`
             with these. Traced decays are not checked: beyond 0 and 1 the same formula holds.
         debias: whether the body sees the average of what it returned alone, without the share of `start`. Before the
@@ -185,8 +131,12 @@ def ema(start: Any, decay: PyTree, *, debias: bool = False, shared: bool | None 
         0.875
     """
     value = jax.tree.map(inexact, start)
+    dtypes = tuple(widened(leaf)[1] for leaf in jax.tree.leaves(value))
     expect(isinstance(debias, bool), "debias", "True or False", debias, "True corrects the bias towards the start.")
-    return made(Ema(value, _decays(decay, value), jax.tree.map(jnp.zeros_like, value) if debias else None, shared))
+    value = jax.tree.map(lambda leaf: widened(leaf)[0], value)
+    return made(
+        Ema(value, _decays(decay, value), jax.tree.map(jnp.zeros_like, value) if debias else None, shared, dtypes)
+    )
 
 
 def _decays(decay: PyTree, start: PyTree) -> PyTree:
@@ -225,7 +175,8 @@ class Spread:
         return self._by(self.count - 1)
 
     def _by(self, number: Array) -> Array:
-        return self.squares / jnp.maximum(number, 1).astype(self.mean.dtype)
+        wide = self.squares.astype(wide_enough(self.squares))  # counts too: float16 ends at 65504
+        return (wide / jnp.maximum(number, 1).astype(wide.dtype)).astype(self.mean.dtype)
 
 
 @jax.tree_util.register_dataclass
@@ -236,7 +187,7 @@ class Statistics(Spread):
     Attributes:
         count: int32: the number of entries so far.
         mean: their mean.
-        squares: the sum of their squared deviations from it.
+        squares: the sum of their squared deviations from it, in at least float32.
     """
 
     count: Array
@@ -256,15 +207,17 @@ class Moments(Spread, AbstractCarry[Statistics, ArrayLike]):
 
     Attributes:
         count: int32, of the mean's shape, [] if shared: the number of entries.
-        mean: their mean.
+        mean: their mean, in at least float32.
         squares: the sum of their squared deviations from it.
         shared: whether all rows share them; None: if the mean has no axes.
+        dtype: that of the mean that the body sees; None: that of the mean.
     """
 
     count: Array
     mean: Array
     squares: Array
     shared: bool | None = field(default=None, metadata={"static": True})
+    dtype: DTypeLike | None = field(default=None, metadata={"static": True})
 
     @named_options
     def merge(self, other: Moments) -> Moments:
@@ -279,32 +232,43 @@ class Moments(Spread, AbstractCarry[Statistics, ArrayLike]):
                 f"{{verb}}: moments of {ours} and of {others} cannot be merged: their entries differ in shape.",
                 "Merge moments of entries of one shape.",
             )
-        count = self.count + other.count
-        dtype = self.mean.dtype
-        wide = widest(dtype)  # counts and their ratios: float16 ends at 65504
-        mine, theirs, all_ = (n.astype(wide) for n in (self.count, other.count, jnp.maximum(count, 1)))
-        delta = other.mean - self.mean
-        between = (delta.astype(wide) ** 2 * (mine * (theirs / all_))).astype(dtype)
-        mean = self.mean + (delta.astype(wide) * (theirs / all_)).astype(dtype)
-        return replace(self, count=count, mean=mean, squares=self.squares + other.squares + between)
+        return self._merged(other.count, other.mean, other.squares)
+
+    def _merged(self, number: Array, mean: Array, squares: Array) -> Moments:
+        """The moments of these entries and of others, of which there are `number`."""
+        wide = wide_enough(self.mean)  # of counts and their ratios too: float16 ends at 65504
+        count = self.count + number
+        mine, theirs, all_ = (n.astype(wide) for n in (self.count, number, jnp.maximum(count, 1)))
+        delta = mean.astype(wide) - self.mean.astype(wide)
+        between = delta**2 * (mine * (theirs / all_))
+        return self._moved(count, delta * (theirs / all_), squares.astype(wide) + between)
+
+    def _moved(self, count: Array, mean: Array, squares: Array) -> Moments:
+        """These with another count, and with what is added to the mean and to the squares."""
+        mean, squares = (
+            (old.astype(more.dtype) + more).astype(old.dtype)
+            for old, more in ((self.mean, mean), (self.squares, squares))
+        )
+        return replace(self, count=count, mean=mean, squares=squares)
 
     def read(self) -> Statistics:
         """Count, mean and variance."""
-        return Statistics(self.count, self.mean, self.squares)
+        return Statistics(self.count, self.mean.astype(self.dtype or self.mean.dtype), self.squares)
 
     def write(self, returned: ArrayLike, valid: Array | None) -> Moments:
         """One entry more, or one a valid row."""
         rows = entries(returned, self.mean, valid, shared=self.shared)
+        mean = rows.mean()
+        values = rows.values.astype(mean.dtype)
         if not rows.axes and rows.counts is None:
             count = self.count + 1
-            delta = rows.values - self.mean
-            mean = self.mean + delta / count.astype(delta.dtype)
-            return replace(self, count=count, mean=mean, squares=self.squares + delta * (rows.values - mean))
-        mean = rows.mean()
-        deviations = rows.values - jnp.broadcast_to(mean, rows.values.shape)
+            delta = values - self.mean.astype(values.dtype)
+            step = delta / count.astype(delta.dtype)
+            return self._moved(count, step, delta * (delta - step))
+        deviations = values - jnp.broadcast_to(mean, values.shape)
         if rows.counts is not None:
             deviations = jnp.where(rows.counts, deviations, jnp.zeros_like(deviations))
-        return self.merge(replace(self, count=rows.number, mean=mean, squares=jnp.sum(deviations**2, rows.axes)))
+        return self._merged(jnp.asarray(rows.number, jnp.int32), mean, jnp.sum(deviations**2, rows.axes))
 
     def rows(self) -> int | None:
         """They lead; None if all rows share it."""
@@ -343,9 +307,9 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         floating = jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
     cure = "A mean of ints is a floating-point number too. The body may return ints."
     expect(floating, "dtype", "a floating-point dtype", dtype, cure)
-    mean = jnp.zeros(sizes, dtype)
+    mean, seen = widened(jnp.zeros(sizes, dtype))
     count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
-    return made(Moments(count, mean, jnp.zeros_like(mean), shared))
+    return made(Moments(count, mean, jnp.zeros_like(mean), shared, seen))
 
 
 def _checked(shape: Any) -> tuple[int, ...]:

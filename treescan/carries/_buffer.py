@@ -87,30 +87,47 @@ def widest(*dtypes: DTypeLike) -> DTypeLike:
     return wide
 
 
+def wide_enough(value: Array) -> DTypeLike:
+    """The dtype in which a statistic of inexact numbers is kept, at least float32.
+
+    A sum or an average in half precision stops to change after some hundred steps: what is added is too small.
+    """
+    return value.dtype if jnp.iscomplexobj(value) else widest(value.dtype)
+
+
+def widened(value: Array) -> tuple[Array, DTypeLike | None]:
+    """A value in the dtype in which it is kept, and the dtype that the body sees; None: the same."""
+    dtype = wide_enough(value)
+    return value.astype(dtype), None if dtype == value.dtype else value.dtype
+
+
 class Entries(NamedTuple):
     """What was returned in one step for a value that all rows share: `[*rows, ...]`.
 
     Attributes:
         values: the entries; 0 in those that do not count.
         counts: bool[*rows, ...], broadcast over the trailing axes: which of them count; None if all do.
-        number: int32[]: how many rows count.
+        number: int32[]: how many rows count; an int if all do.
         axes: the axes of the rows.
     """
 
     values: Array
     counts: Array | None
-    number: Array
+    number: Array | int
     axes: tuple[int, ...]
 
     def mean(self) -> Array:
-        """The mean of those that count, over the rows."""
+        """The mean of those that count, over the rows, in at least float32."""
+        values = self.values.astype(wide_enough(self.values))
         if not self.axes:
-            return self.values
-        return jnp.sum(self.values, self.axes) / jnp.maximum(self.number, 1).astype(self.values.dtype)
+            return values
+        return jnp.sum(values, self.axes) / jnp.maximum(self.number, 1).astype(values.dtype)
 
-    def sum(self) -> Array:
-        """The sum over the rows."""
-        return jnp.sum(self.values, self.axes) if self.axes else self.values
+    def but_none(self, new: Array, old: Array) -> Array:
+        """A value after this step: the old one if no row counts."""
+        if isinstance(self.number, int):
+            return new if self.number else old
+        return jnp.where(self.number > 0, new, old)
 
 
 def is_shared(shared: bool | None, value: Array) -> bool:
@@ -183,7 +200,7 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: b
     new = fitted(new, value)
     axes = tuple(range(extra))
     if valid is None:
-        return Entries(new, None, jnp.asarray(math.prod(rows), jnp.int32), axes)
+        return Entries(new, None, math.prod(rows), axes)
     counts = jnp.any(valid) if not rows else valid
     number = jnp.sum(counts, dtype=jnp.int32)
     counts = counts.reshape(*counts.shape, *(1 for _ in value.shape))
