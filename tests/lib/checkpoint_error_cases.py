@@ -50,6 +50,11 @@ def checkpoint_that_numpy_cannot_convert(one):
     return layers_from_state_dict({"layers.0.w": one, "layers.1.w": Half()})
 
 
+@case()
+def checkpoint_of_numbers_with_zeros(one):
+    return layers_from_state_dict({f"layers.{i:02d}.w": one for i in range(12)})
+
+
 TWO = [{"w": X}, {"w": X}]
 
 

@@ -5,6 +5,7 @@ import gc
 import re
 import weakref
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
@@ -181,6 +182,27 @@ def test_init_is_traced_once_and_an_eager_call_is_kept():
         treescan.init_layers(init, jax.random.key(seed), count, 4)
     assert calls == [4, 4]  # for 7 layers, and for 3
     assert compilations(lambda: treescan.init_layers(init, jax.random.key(5), 3, 4)) == []
+
+
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg", "threefry2x32"])
+def test_layers_are_those_of_a_loop_for_keys_of_each_kind(impl):
+    """Of rbg, `jax.vmap` draws other numbers."""
+    traces = []
+
+    def init(key):
+        traces.append(key)
+        first, second = jax.random.split(key)
+        return {"w": jax.random.normal(first, (3, 2)), "b": jax.random.uniform(second), "width": 3}
+
+    key = jax.random.key(0, impl=impl)
+    made = treescan.init_layers(init, key, 4)
+    assert len(traces) == 1
+    one_by_one = treescan.stack([init(each) for each in jax.random.split(key, 4)])
+    chex.assert_trees_all_equal(made, one_by_one)
+    chex.assert_trees_all_equal(jax.jit(lambda key: treescan.init_layers(init, key, 4)["w"])(key), made["w"])
+    assert jax.eval_shape(lambda key: treescan.init_layers(init, key, 4)["w"], key).shape == (4, 3, 2)
+    with jax.disable_jit():
+        chex.assert_trees_all_close(treescan.init_layers(init, key, 4), made, rtol=1e-6)
 
 
 @pytest.mark.devices

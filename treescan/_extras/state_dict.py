@@ -111,6 +111,13 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
         match = pattern.fullmatch(name) if isinstance(name, str) else None
         if match and not ignores(name):
             found.setdefault(int(match[1]), {})[match[2] or ""] = _as_array(name, value)
+    missing = next(i for i in range(len(found) + 1) if i not in found)
+    padded = [name for name in state if re.match(rf"{re.escape(prefix + '.' * bool(prefix))}0\d", str(name))]
+    if padded and (not found or missing < len(found)):
+        raise LayerFault(
+            f"{{verb}}: the number of a layer begins with 0 in `{padded[0]}`, but numbers have no zeros in front.",
+            r'Rename the arrays: `{re.sub(r"\b0+(?=\d)", "", name): array for name, array in state.items()}`.',
+        )
     if not found:
         prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
         raise LayerFault(
@@ -119,7 +126,6 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
             if prefixes
             else "Layers are found by the numbers in their names, but no name contains a number.",
         )
-    missing = next(i for i in range(len(found) + 1) if i not in found)
     if missing < len(found):
         raise LayerFault(
             f"{{verb}}: layers are missing: there is {full_name(prefix, max(found), '')}, but not "

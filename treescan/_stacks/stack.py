@@ -31,6 +31,7 @@ from .._body.registered import refuse_unregistered
 from .._body.traced import rename
 from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect, expect_int, noted, speaking_of, verb
 from .._loop.loop import Body, is_jit_disabled, under_a_trace
+from .._loop.replaced import own_scan
 from .._transforms.axes import spread_prefix
 from .._tree import (
     Prefix,
@@ -400,8 +401,9 @@ def init_layers(
 ) -> Layer:
     """Makes a stack of n layers: `stack([init(k, *args) for k in jax.random.split(key, n)])`, as one program.
 
-    `init` is traced once, for any number of layers, and mapped over the keys by `jax.vmap`. With `shardings`, it is
-    traced once more, for its types. Under `jax.eval_shape`, only the types are made.
+    `init` is traced once, for any number of layers, and mapped over the keys by `jax.vmap`. Keys other than threefry,
+    for example "rbg", draw other numbers under `jax.vmap`, so with these the layers are made in a loop. With
+    `shardings`, `init` is traced once more, for its types. Under `jax.eval_shape`, only the types are made.
 
     Args:
         init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are not arrays, including Python
@@ -485,7 +487,14 @@ def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
 
 
 def _all(body: Body, n: int, key: Array, frozen: PyTree) -> PyTree:
-    return jax.vmap(functools.partial(_one, body), in_axes=(0, None))(jax.random.split(key, n), frozen)
+    """The layers, made side by side; in a loop with keys of which `jax.vmap` draws other numbers than of each alone.
+
+    Of "rbg", it draws for all layers from the first key.
+    """
+    split = jax.random.split(key, n)
+    if jax.random.key_impl(key) != "threefry2x32":
+        return own_scan(lambda _, own: (None, _one(body, own, frozen)), None, split)[1]
+    return jax.vmap(functools.partial(_one, body), in_axes=(0, None))(split, frozen)
 
 
 def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, frozen: PyTree) -> Callable[..., PyTree]:
