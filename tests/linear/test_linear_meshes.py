@@ -1,5 +1,6 @@
 """`linear_scan` on eight devices: rows without a collective, and steps that are split over devices."""
 
+import functools
 import math
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from hlo import Program
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
+import treescan
 from treescan import linear_scan
 
 pytestmark = [pytest.mark.devices, pytest.mark.quick]
@@ -94,3 +96,86 @@ def test_matrices_over_devices() -> None:
     run = lambda a, b: linear_scan(a, b, matrix=True, axis_name="steps")  # noqa: E731
     over = jax.shard_map(run, mesh=mesh, in_specs=(split, split), out_specs=(P(), split))
     assert_close(jax.jit(over)(a, BS), linear_scan(a, BS, matrix=True))
+
+
+def split_call(seed: int) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
+    """Options of a call with `axis_name`, the layout of b, arrays whose steps are split, and others. Padding is NaN."""
+    rng = np.random.default_rng(seed)
+    pick, flip = (lambda *each: each[rng.integers(len(each))]), (lambda p=0.5: rng.random() < p)
+    dtype, count, rows, width = pick("float32", "float16", "complex64"), 8 * pick(1, 2, 5), 4, 2
+
+    def draw(*shape: int) -> Any:
+        real = rng.normal(size=shape)
+        return jnp.asarray(real + 1j * rng.normal(size=shape) if dtype == "complex64" else real)
+
+    options: dict[str, Any] = {"reverse": flip(), "matrix": flip(0.3), "save": pick("all", "last", "last", None)}
+    options |= {"fill": pick(0, -1.5), "method": pick("sequential", "chunked", "parallel"), "time_axis": pick(0, 1)}
+    if options["method"] == "sequential":
+        options["remat"] = pick(None, 2)
+    layout = pick("whole", "lengths", "mask", "padded")
+    lengths = np.array([count, 0, rng.integers(count + 1), rng.integers(count + 1)])
+    valid = np.arange(count)[:, None] < lengths if layout in ("lengths", "padded") else np.ones((count, rows), bool)
+    valid = rng.random((count, rows)) < [0.0, 0.1, 0.5, 1.0] if layout == "mask" else valid
+    options["time_axis"] *= layout != "padded"
+    a = 0.5 * draw(pick(count, 1), pick(rows, 1), width, *[width] * options["matrix"])
+    if a.shape[:2] == valid.shape:
+        a = jnp.where(valid.reshape(*valid.shape, *[1] * (a.ndim - 2)), a, jnp.nan)
+    b = jnp.where(valid[..., None], draw(count, rows, width), jnp.nan)
+    split, others = {"b": b.astype(dtype)}, {"lengths": jnp.asarray(lengths)}
+    (split if len(a) > 1 else others)["a"] = a.astype(dtype)
+    wide = "complex64" if dtype == "complex64" else "float32"
+    others |= {"init": draw(rows, width).astype(wide)} if flip(0.7) else {}
+    if layout == "mask":
+        split["mask"] = jnp.asarray(valid)
+    if flip() and not options["reverse"]:
+        split["resets"] = jnp.asarray(rng.random((count, rows)) < 0.3)
+        others |= {"reset_to": draw(rows, width).astype(wide)} if flip() else {}
+    return options, layout, split, others
+
+
+def called(options: dict[str, Any], layout: str, split: dict[str, Any], others: dict[str, Any], **more: Any) -> Any:
+    """The call, and what is saved with the steps in front."""
+    given, axis = split | others, options["time_axis"]
+    given |= {name: jnp.swapaxes(given[name], 0, axis) for name in ("a", "b", "mask", "resets") if name in given}
+    lengths, a, b, init = (given.pop(name, None) for name in ("lengths", "a", "b", "init"))
+    if layout == "lengths":
+        given["lengths"] = lengths
+    if layout == "padded":
+        b = treescan.Padded(b, lengths)
+    last, hs = linear_scan(a, b, init, **given, **options, **more)
+    return (last, jnp.swapaxes(hs, 0, axis) if options["save"] == "all" else hs)
+
+
+@pytest.mark.parametrize("seed", [9, 26, *map(slow, range(27, 60))])
+def test_each_option_over_devices_is_that_of_one_device(seed: int) -> None:
+    options, layout, split, others = split_call(seed)
+    devices = (2, 4, 8)[seed % 3]
+    mesh = jax.make_mesh((devices,), ("steps",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
+    own = functools.partial(called, options, layout)
+    saved = P("steps") if options["save"] == "all" else P()
+    over = jax.shard_map(
+        functools.partial(own, axis_name="steps"),
+        mesh=mesh,
+        in_specs=(P("steps"), P()),
+        out_specs=(P(), saved),
+        check_vma=bool(seed // 3 % 2),
+    )
+
+    def run(function: Any) -> Any:
+        def loss(floats: Any, rest: Any) -> Any:
+            last, hs = function({**floats[0], **rest[0]}, {**floats[1], **rest[1]})
+            squares = [jnp.real(each).astype(jnp.float32) ** 2 for each in (last, hs) if each is not None]
+            return sum(jnp.sum(each * jnp.cos(jnp.arange(each.size)).reshape(each.shape)) for each in squares)
+
+        is_float = lambda each: jnp.issubdtype(each.dtype, jnp.inexact)  # noqa: E731
+        floats, rest = (
+            [{n: x for n, x in given.items() if is_float(x) == kept} for given in (split, others)]
+            for kept in (True, False)
+        )
+        return jax.jit(lambda *given: (function(split, others), jax.grad(loss)(*given)))(floats, rest)
+
+    got, want = run(over), run(own)
+    tolerance = 2e-2 if split["b"].dtype == jnp.float16 else 5e-4
+    for each, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        size = float(np.max(np.abs(np.asarray(other)), initial=1))
+        np.testing.assert_allclose(each, other, rtol=tolerance, atol=tolerance * size, err_msg=f"{layout} {options}")

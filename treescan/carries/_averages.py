@@ -240,7 +240,7 @@ class Moments(Spread, AbstractCarry[Statistics, ArrayLike]):
         count = self.count + number
         mine, theirs, all_ = (n.astype(wide) for n in (self.count, number, jnp.maximum(count, 1)))
         delta = mean.astype(wide) - self.mean.astype(wide)
-        between = delta**2 * (mine * (theirs / all_))
+        between = delta * (delta * (mine * (theirs / all_)))  # a square may be infinite, times 0
         return self._moved(count, delta * (theirs / all_), squares.astype(wide) + between)
 
     def _moved(self, count: Array, mean: Array, squares: Array) -> Moments:

@@ -93,7 +93,7 @@ class ClipGradient(AbstractCarry[Any, Any]):
         if self.limit is not None:
             value = _limit_value(value, jnp.asarray(self.limit, value.dtype))
         if self.max_norm is not None:
-            value = _limit_norm(value, jnp.asarray(self.max_norm, value.dtype))
+            value = _limit_norm(value, jnp.asarray(self.max_norm, widest(value.dtype)))  # float16 ends at 65504
         return value
 
     def write(self, returned: PyTree, valid: Array | None) -> ClipGradient:
