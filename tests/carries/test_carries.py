@@ -250,6 +250,18 @@ def test_an_average_without_bias_starts_from_anything(decay: float, seen: float,
     npt.assert_allclose(run(jnp.asarray(7.0, dtype)), seen, rtol=2e-3)
 
 
+def test_a_norm_beyond_the_range_of_float16_is_limited() -> None:
+    def loss(h: jax.Array) -> jax.Array:
+        return jnp.sum(fold(lambda h, _: h, clip_gradient(h, max_norm=1e5), length=1).tree * jnp.float16(6e4))
+
+    npt.assert_allclose(jax.grad(loss)(jnp.ones(4, jnp.float16)), np.full(4, 5e4, np.float16))
+
+
+def test_moments_of_large_entries_of_one_step_are_finite() -> None:
+    final = fold(lambda _, x: x, moments(shared=True), jnp.full((3, 4), 1e20))
+    assert (final.mean, final.variance) == (jnp.float32(1e20), 0)
+
+
 @pytest.mark.parametrize("limit", ["limit", "max_norm"])
 def test_a_traced_limit_below_0_counts_as_0(limit: str) -> None:
     def gradient(bound: float) -> Any:

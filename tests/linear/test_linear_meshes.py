@@ -98,6 +98,17 @@ def test_matrices_over_devices() -> None:
     assert_close(jax.jit(over)(a, BS), linear_scan(a, BS, matrix=True))
 
 
+def test_lengths_beyond_the_steps_of_all_devices_are_refused() -> None:
+    mesh = jax.make_mesh((8,), ("steps",), axis_types=(AxisType.Auto,))
+    split = P("steps")
+
+    def run(b: Any) -> Any:
+        return linear_scan(0.5, b, lengths=np.full(B, T + 1), axis_name="steps")
+
+    with pytest.raises(treescan.errors.ArgumentError, match=f"between 0 and the {T} steps"):
+        jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=(P(), split))(BS)
+
+
 def split_call(seed: int) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
     """Options of a call with `axis_name`, the layout of b, arrays whose steps are split, and others. Padding is NaN."""
     rng = np.random.default_rng(seed)
