@@ -17,7 +17,7 @@ from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf,
 from .._errors import Misuse, TypeMisuse, expect, named_options
 from .._tree import PrefixMismatch, broadcast_prefix, describe_tree, leaves_with_path
 from ._base import AbstractCarry, as_seen
-from ._buffer import Entries, entries, fitted, inexact, is_shared, made, strong, wide_enough, widened, widest
+from ._buffer import Entries, entries, fitted, in_dtype, inexact, is_shared, made, strong, wide_enough, widened, widest
 
 T = TypeVar("T")
 
@@ -55,12 +55,13 @@ class Ema(AbstractCarry[Any, Any]):
             value = jax.tree.map(lambda v, w: v / jnp.where(w == 0, jnp.ones_like(w), w), value, self.weight)
         leaves, structure = jax.tree.flatten(value)
         dtypes = self.dtypes or [None] * len(leaves)
-        return structure.unflatten(leaf.astype(dtype or leaf.dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
+        return jax.tree.unflatten(structure, map(in_dtype, leaves, dtypes))
 
     def write(self, returned: PyTree, valid: Array | None) -> Ema:
         """One step of each average; those of which no entry counts do not change."""
-        structure = jax.tree.structure(self.value)
-        decays = structure.unflatten(broadcast_prefix(self.decay, self.value, "carry.value"))
+        decays = jax.tree.unflatten(
+            jax.tree.structure(self.value), broadcast_prefix(self.decay, self.value, "carry.value")
+        )
         rows = jax.tree.map(lambda old, came: entries(came, old, valid, shared=self.shared), self.value, returned)
 
         def step(old: Array, rows: Entries, decay: ArrayLike) -> Array:
@@ -130,13 +131,12 @@ def ema(start: Any, decay: PyTree, *, debias: bool = False, shared: bool | None 
         >>> print(final.read())
         0.875
     """
-    value = jax.tree.map(inexact, start)
-    dtypes = tuple(widened(leaf)[1] for leaf in jax.tree.leaves(value))
+    leaves, structure = jax.tree.flatten(jax.tree.map(inexact, start))
+    kept = list(map(widened, leaves))
+    value, dtypes = jax.tree.unflatten(structure, [leaf for leaf, _ in kept]), tuple(dtype for _, dtype in kept)
     expect(isinstance(debias, bool), "debias", "True or False", debias, "True corrects the bias towards the start.")
-    value = jax.tree.map(lambda leaf: widened(leaf)[0], value)
-    return made(
-        Ema(value, _decays(decay, value), jax.tree.map(jnp.zeros_like, value) if debias else None, shared, dtypes)
-    )
+    weight, is_same = jax.tree.map(jnp.zeros_like, value) if debias else None, all(each is None for each in dtypes)
+    return made(Ema(value, _decays(decay, value), weight, shared, () if is_same else dtypes))
 
 
 def _decays(decay: PyTree, start: PyTree) -> PyTree:
@@ -253,7 +253,7 @@ class Moments(Spread, AbstractCarry[Statistics, ArrayLike]):
 
     def read(self) -> Statistics:
         """Count, mean and variance."""
-        return Statistics(self.count, self.mean.astype(self.dtype or self.mean.dtype), self.squares)
+        return Statistics(self.count, in_dtype(self.mean, self.dtype), self.squares)
 
     def write(self, returned: ArrayLike, valid: Array | None) -> Moments:
         """One entry more, or one a valid row."""

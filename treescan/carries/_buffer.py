@@ -101,6 +101,11 @@ def widened(value: Array) -> tuple[Array, DTypeLike | None]:
     return value.astype(dtype), None if dtype == value.dtype else value.dtype
 
 
+def in_dtype(value: Array, dtype: DTypeLike | None) -> Array:
+    """A value as the body sees it; None: in its own dtype."""
+    return value if dtype is None else value.astype(dtype)
+
+
 class Entries(NamedTuple):
     """What was returned in one step for a value that all rows share: `[*rows, ...]`.
 

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from .._avals import Array, ArrayLike
 from .._errors import named_options
 from ._base import AbstractCarry
-from ._buffer import entries, inexact, is_shared, made, widened
+from ._buffer import entries, in_dtype, inexact, is_shared, made, widened
 
 
 def by_part(function: Callable[..., Sequence[Array]], *values: Array) -> Sequence[Array]:
@@ -89,7 +89,7 @@ class RunningSum(AbstractCarry[Array, ArrayLike]):
 
     def read(self) -> Array:
         """The sum so far."""
-        return (self.total + self.lost).astype(self.dtype or self.total.dtype)
+        return in_dtype(self.total + self.lost, self.dtype)
 
     def write(self, returned: ArrayLike, valid: Array | None) -> RunningSum:
         """Adds a term, or those of valid rows."""
