@@ -276,3 +276,23 @@ def test_the_gradient_saves_of_a_step_what_is_not_had_for_nothing():
     saved = Program(jax.grad(loss, argnums=(0, 1)), w, c).temp_bytes / c.nbytes
     least = 32 + 2 * 32
     assert least <= saved <= least + 6
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": Remat(chunk=2)}], ids=str)
+@pytest.mark.parametrize("rows", [False, True])
+def test_the_gradient_where_no_branch_may_depend_on_data(rows, options):
+    """Chunks that may not be left out, many more than each has steps, are not taken for chunks that are not run."""
+    weight, h, xs = jnp.float32(0.5), jnp.zeros(2), jnp.ones((64, 2))
+
+    def loss(weight, h, xs):
+        def body(h, x):
+            h = h + 0.1 * jnp.tanh(weight * h + x)
+            return h, h
+
+        result = while_scan(lambda h: h < 1.5 if rows else jnp.sum(h) < 3.0, body, h, xs, **options)
+        return jnp.sum(result.carry) + jnp.sum(jnp.sin(result.ys))
+
+    mesh, everywhere = jax.make_mesh((1,), ("i",)), jax.P()
+    gradient = jax.grad(loss, (0, 1, 2))
+    specs = {"mesh": mesh, "in_specs": (everywhere,) * 3, "out_specs": everywhere}
+    close(jax.jit(jax.shard_map(gradient, check_vma=False, **specs))(weight, h, xs), gradient(weight, h, xs))

@@ -48,14 +48,15 @@ class Ways(NamedTuple):
     """How the chunks of a loop that has run are computed again.
 
     Attributes:
-        runners: what may run a chunk: steps with the consts of the loop. A single one runs every chunk.
-        branch: int32[N]: 0: the chunk is not run; i: runners[i - 1] runs it.
+        runners: what may run a chunk: steps with the consts of the loop.
+        branch: int32[N]: 0: the chunk is not run; i: runners[i - 1] runs it. None: no branch may depend on data, and
+            the first one runs every chunk.
         valid: bool[N, C, *batch], the steps that were taken.
         others: what else the runners are fed, [N, ...].
     """
 
     runners: tuple[Step, ...]
-    branch: Array
+    branch: Array | None
     valid: Array
     others: Any
 
@@ -76,7 +77,7 @@ class _Chunk(NamedTuple):
         d_x: the tangents of the former.
         valid: bool[C, *batch], the steps that were taken.
         others: what else its runner is fed.
-        branch: int32[]: see `Ways`.
+        branch: int32[], or None: see `Ways`.
     """
 
     start: list[Any]
@@ -84,7 +85,7 @@ class _Chunk(NamedTuple):
     d_x: list[Any]
     valid: Array
     others: Any
-    branch: Array
+    branch: Array | None
 
 
 class _Reads(NamedTuple):
@@ -149,12 +150,12 @@ class TangentOfChunk:
         linear = with_rule(nothing, rule, self.axes)
         return linear
 
-    def _choose(self, keys: Impls, branch: Array, bits: Any) -> tuple[list[Array], list[Array]]:
+    def _choose(self, keys: Impls, branch: Array | None, bits: Any) -> tuple[list[Array], list[Array]]:
         def typed(part: Callable[..., Any]) -> Callable[..., Any]:
             return _reading(lambda *bits: part(*keys_of(bits, keys)))
 
         taken = [_recomputed(typed(functools.partial(self._tangent, runner))) for runner in self.runners]
-        return taken[0](*bits) if len(taken) == 1 else jax.lax.switch(branch, [typed(self.nothing), *taken], *bits)
+        return taken[0](*bits) if branch is None else jax.lax.switch(branch, [typed(self.nothing), *taken], *bits)
 
     def nothing(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
         """The result for a chunk that is not run."""
@@ -245,7 +246,7 @@ def push_forward(
             lowering=dataclasses.replace(loop.lowering, unroll=1),
             callee=loop.callee.apart(),
         )
-        return run_chunked(over, _levels_of_chunks(over.length, step))
+        return run_chunked(over, () if ways.branch is None else _levels_of_chunks(over.length, step))
 
     # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
     def linear(given: Tangents) -> tuple[list[Array], Any]:
@@ -352,10 +353,9 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
         if is_rewriting():
             every = _faster.products_at_once(every)
     if not branches:
-        none = jnp.zeros(loop.length // size, jnp.int32)
-        return Ways((_Fed(every),), none, group(valid, size), None)
+        return Ways((_Fed(every),), None, group(valid, size), None)
     schedule = make_schedule(valid, size, tiers)
-    most = most_of_all(most_of_devices(jnp.max(taken)))
+    most = most_of_all(most_of_devices(jnp.max(taken, initial=0)))
     least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
     ends = jnp.max(group(order, size), axis=1) >= least
     by_step = dataclasses.replace(loop, step=StepByStep(loop.step, outputs.zero()))
