@@ -213,3 +213,14 @@ def test_float8_which_jax_promotes_to_nothing(dtype, options):
     narrow = [expected[0], *(each.astype(dtype) for each in (expected[1], *of_wide))]
     for got, right in zip((last, hs, *grads), narrow, strict=True):
         np.testing.assert_array_equal(got.astype(np.float32), right.astype(np.float32))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_of_no_rows(method: str) -> None:
+    def loss(a: Any, b: Any, init: Any) -> Any:
+        return sum(map(jnp.sum, linear_scan(a, b, init, method=method)))
+
+    given = jnp.ones((20, 0, 2)), jnp.ones((20, 0, 2)), jnp.ones((0, 2))
+    value, gradient = jax.value_and_grad(loss, (0, 1, 2))(*given)
+    assert value == 0
+    assert [leaf.shape for leaf in gradient] == [leaf.shape for leaf in given]

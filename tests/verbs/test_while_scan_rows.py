@@ -274,3 +274,12 @@ def test_a_cache_that_all_rows_share_is_not_copied(shared):
     assert Program(run, init, xs).copies_in_loops(4, 512, 16) != shared
     carry, ys, _ = run(init, xs)
     assert_close((carry, ys), treescan.mask_scan(cache_of_rows(False)[0], init, xs, lengths=lengths))
+
+
+@pytest.mark.parametrize("options", [{}, {"save": "last"}, {"remat": "step"}, {"reverse": True}], ids=str)
+def test_the_gradient_of_no_rows(options):
+    """A data loader drops all rows of a batch. `lax.scan` goes on, and so do the other verbs."""
+    given = given_of(0, stops=STOPS[:0])
+    gradient = jax.grad(loss_of(functools.partial(ours, options)), (0, 1, 2, 3))
+    for leaf, of in zip(gradient(*given), given, strict=True):
+        np.testing.assert_array_equal(leaf, np.zeros(of.shape))

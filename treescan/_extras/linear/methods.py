@@ -78,6 +78,7 @@ def solve(how: How, x: Given) -> Array:
     root = math.isqrt(count)
     best = max(range(root // 2 + 1, root + 1), key=lambda size: (count % size == 0, size))
     size = best if how.method == "chunked" else _FEW
+    number = -(-count // size)
 
     def split(each: Array) -> Array:
         """[parts, size, ...], filled up at the end; of what all steps share, [1, 1, ...]."""
@@ -85,7 +86,7 @@ def solve(how: How, x: Given) -> Array:
             return each[None]
         if count % size:
             each = jnp.concatenate([each, jnp.zeros((-count % size, *each.shape[1:]), each.dtype)])
-        return each.reshape(-1, size, *each.shape[1:])
+        return each.reshape(number, size, *each.shape[1:])  # a -1 is no number if there are no rows
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
         h = linear_step(how, h, x)
@@ -100,7 +101,7 @@ def solve(how: How, x: Given) -> Array:
         later = functools.partial(joined, how)
         between = jax.lax.associative_scan(lambda one, two: later(two, one), whole, reverse=how.reverse).b
     hs = over_steps(how, body, shifted(how, between, zero[None]), parts, axis=1)[1]
-    return jnp.swapaxes(hs, 0, 1).reshape(-1, *x.b.shape[1:])[:count]
+    return jnp.swapaxes(hs, 0, 1).reshape(number * size, *x.b.shape[1:])[:count]
 
 
 def between_devices(how: How, axis_name: str, x: Given) -> Array:
