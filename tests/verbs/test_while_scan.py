@@ -4,6 +4,7 @@ That it is the Python loop, values and gradients, is in `test_semantics.py`; `wo
 """
 
 import collections
+import contextlib
 import functools
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 from hlo import Program
 from jax.experimental import checkify
 
-from treescan import Remat, fori, while_scan
+from treescan import Remat, fori, rewriting, while_scan
 
 
 def close(actual, expected):
@@ -296,3 +297,86 @@ def test_the_gradient_where_no_branch_may_depend_on_data(rows, options):
     gradient = jax.grad(loss, (0, 1, 2))
     specs = {"mesh": mesh, "in_specs": (everywhere,) * 3, "out_specs": everywhere}
     close(jax.jit(jax.shard_map(gradient, check_vma=False, **specs))(weight, h, xs), gradient(weight, h, xs))
+
+
+def halve(c, _):
+    return c / 2, c
+
+
+def double(c, _):
+    return c * jnp.bfloat16(2), c
+
+
+@pytest.mark.parametrize("how", [contextlib.nullcontext, jax.disable_jit, functools.partial(rewriting, False)])
+@pytest.mark.parametrize(
+    ("cond", "step", "init", "length", "taken"),
+    [
+        (lambda c: c * c > 100, halve, 50_000, 20, 13),  # an int of that size is negative when it is squared
+        (lambda c: c * c > 100, halve, jnp.full(2, 50_000), 20, [13, 13]),
+        (lambda c: c * c < 0, halve, jnp.full(2, 50_000), 20, [0, 0]),
+        (lambda c: c * c > 100, halve, 50_000, 0, 0),
+        (lambda c: c > 1.0, double, 1.001, 3, 0),  # in bfloat16 it is 1
+        (lambda c: c > jnp.bfloat16(1.0), lambda c, _: (c * jnp.float32(2), c), 1.001, 3, 0),  # weak throughout
+        (lambda c: c > jnp.bfloat16(1.0), lambda c, _: (c * jnp.float32(2), c), jnp.float32(1.001), 3, 3),
+    ],
+)
+def test_a_condition_is_asked_about_the_type_that_the_carry_takes_on(cond, step, init, length, taken, how):
+    with how(), jax.numpy_dtype_promotion("standard"):
+        result = while_scan(cond, step, init, max_length=length)
+    np.testing.assert_array_equal(result.steps, taken)
+    np.testing.assert_array_equal(result.stopped, np.full(np.shape(taken), length > 0) & (np.max(taken) < 20))
+
+    def limited(carry):
+        return jnp.any(cond(carry[0])) & (carry[1] < length)
+
+    with jax.numpy_dtype_promotion("standard"):
+        after, _ = jax.lax.while_loop(limited, lambda carry: (step(carry[0], None)[0], carry[1] + 1), (init, 0))
+    assert length == 0 or result.carry.dtype == after.dtype
+    np.testing.assert_array_equal(np.asarray(result.carry, float), np.asarray(after, float))
+
+
+def test_the_gradient_of_a_carry_that_takes_on_another_type():
+    def loss(w, init):
+        return while_scan(lambda c: c * c > 100, lambda c, _: (c * w, None), init, max_length=20).carry
+
+    close(jax.grad(loss)(0.5, 50_000), 13 * 50_000 * 0.5**12)
+    close(jax.grad(loss)(0.5, 50_000), jax.grad(loss)(0.5, 50_000.0))
+
+
+@pytest.mark.parametrize("init", [50_000, jnp.full(2, 50_000)])
+def test_a_weak_type_costs_a_second_trace_as_in_lax_scan(init):
+    bodies, conditions = [], []
+
+    def body(c, _):
+        bodies.append(c)
+        return c / 2, None
+
+    def cond(c):
+        conditions.append(c)
+        return c > 2
+
+    while_scan(cond, body, init, max_length=5)
+    assert (len(bodies), len(conditions)) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        lambda h: while_scan(lambda h: h < 3.0, lambda h, _: (h + 1.0, h), h, max_length=8),
+        lambda h: while_scan(lambda h: h < 3.0, lambda h, _: (h + 1.0, h), jnp.stack([h, h]), max_length=8),
+        lambda h: fori(0, (h + 3).astype(int), lambda i, h: h + i, h, max_length=8),
+    ],
+    ids=["one", "rows", "fori"],
+)
+def test_without_jit_what_is_staged_all_the_same_has_no_values(loop):
+    """As `jax.lax.while_loop`, which goes on."""
+
+    def of_branch(h):
+        return jax.vmap(lambda on: jax.lax.cond(on, loop, lambda h: jax.tree.map(jnp.zeros_like, loop(h)), h))(flags)
+
+    flags = jnp.array([True, False])
+    expected = [loop(1.0), of_branch(1.0)]
+    with jax.disable_jit():
+        close([jax.checkpoint(loop)(1.0), of_branch(1.0)], expected)
+        staged = jax.make_jaxpr(loop)(1.0)
+    close(jax.core.eval_jaxpr(staged.jaxpr, staged.consts, 1.0), jax.tree.leaves(expected[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,7 +16,7 @@ from .._errors import Cure, Fault, Misuse
 from .._loop.loop import Loop, innermost, is_untraced
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.equations import is_for_data_alone, variables_of
-from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
+from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist_once, lift
 from .._transforms.axes import scan_over_axes
 from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
@@ -58,7 +59,8 @@ class OverRows(Transform):
     others: tuple[str, ...] = ()
     stage: ClassVar[Stage] = Stage.FED
 
-    def __call__(self, loop: Loop) -> Loop:
+    def __call__(self, loop: Loop, known: dict[Hashable, Hoisted] | None = None) -> Loop:
+        """The transformed loop; `known` has traces of bodies that may be of its kind, and then its own."""
         given = told(loop)
         valid, resets = self._flags(given, loop.length)
         all_valid, changing = given[:2] == (None, None), _changing(given)
@@ -81,7 +83,7 @@ class OverRows(Transform):
                 from .._trace.raw_keys import raw, with_raw_keys
 
                 loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
-            hoisted = hoist(loop, changing)
+            hoisted = hoist_once(loop, {} if known is None else known, changing)
             if loop.limit is not None:
                 refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, self.others, told=tells)

@@ -360,7 +360,7 @@ def _trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
     while len(each) < len(loops):
         loop, leaves = dataclasses.replace(loops[len(each)], state=state), jax.tree.leaves(state)
         with speaking_of(loop.body.function):
-            hoisted = _hoist_once(loop, known)
+            hoisted = hoist_once(loop, known)
         if each and not all(map(same_type, leaves, hoisted.settled)):
             each.clear()  # if a later body promotes a weakly typed leaf, earlier bodies must see that type
         else:
@@ -369,14 +369,14 @@ def _trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
     return each
 
 
-def _hoist_once(loop: Loop, known: dict[Hashable, Hoisted]) -> Hoisted:
+def hoist_once(loop: Loop, known: dict[Hashable, Hoisted], changing: Sequence[bool] | None = None) -> Hoisted:
     """What `hoist` makes of a loop, or has made of another of its kind, with this loop's arrays."""
     found = known.get(_kind(loop))
     if found is not None:
         unchanged, state = split(found.fixed, jax.tree.leaves(loop.state))
         step, consts = found.loop.step, (unchanged, loop.consts)
         return found._replace(loop=loop.having(step=step, consts=consts, state=state, callee=loop.callee.apart()))
-    hoisted = hoist(loop)
+    hoisted = hoist(loop, changing)
     settled = jax.tree.unflatten(hoisted.structure, hoisted.settled)
     known[_kind(dataclasses.replace(loop, state=settled))] = hoisted
     return hoisted
@@ -515,6 +515,9 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
         y_shapes: the shapes that y must have then.
     """
     traced = hoisted.traced
+    shapes = _shapes(jax.tree.leaves(given))
+    if shapes in traced.jaxprs:
+        return traced.jaxprs[shapes]
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
     inputs: Inputs = jax.tree.unflatten(jax.tree.structure(Inputs(*given)), jaxpr.jaxpr.invars)
@@ -527,7 +530,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
             "The body must compute each row independently of the others, for any number of rows. If it cannot, "
             'leave `compact` out. `row_axes["y"]` says where the rows are in its outputs.',
         )
-    traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
+    traced.jaxprs[shapes] = jaxpr
     return jaxpr
 
 

@@ -14,7 +14,19 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import eval_jaxpr
 
-from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, describe_traced, dtype_of
+from .._avals import (
+    Array,
+    LeafAxes,
+    PyTree,
+    TreeDef,
+    as_arrays,
+    describe_node,
+    describe_traced,
+    dtype_of,
+    promoted,
+    vary_over,
+    varying_axes,
+)
 from .._body.call import call_user
 from .._body.carry import read_carries
 from .._body.traced import rename
@@ -23,6 +35,8 @@ from .._loop.loop import Body, Loop
 from .._loop.run import named_signature
 from .._rows.compact import failed_with_fewer_rows, refuse_shared_draws, take_rows
 from .._trace.equations import named_axes
+from .._trace.hoist import Hoisted
+from .._trace.raw_keys import raw
 from .._tree import is_static, merge, thaw_static
 
 
@@ -177,13 +191,32 @@ class Condition:
         """The named axes that it reads."""
         return frozenset[Hashable]().union(*map(named_axes, self.jaxprs))
 
-    def fitted(self, loop: Loop) -> Condition:
-        """The condition, traced for what the trace of the loop made of the state, and for each number of rows."""
-        call, given, rows = self.call, self._own(loop.hoisted.settled), loop.masked
+    def settled(self, state: PyTree, hoisted: Hoisted) -> PyTree | None:
+        """The user's state as the trace of the loop has it, if it takes on another type in there; else None.
+
+        A weak type becomes another, and what names no mesh is spread over one. The condition is asked only after that.
+        """
+        if self.call is None:
+            return None
+        leaves = jax.tree.leaves(state)
+        pairs = [promoted(leaf, of) for leaf, of in zip(leaves, self._own(hoisted.settled), strict=True)]
+        changed = any(is_changed for _, is_changed in pairs)
+        return jax.tree.unflatten(self.structure, [leaf for leaf, _ in pairs]) if changed else None
+
+    def fitted(self, loop: Loop, state: PyTree) -> Condition:
+        """The condition, traced for the manual axes that the state varies over in the loop, and for fewer rows.
+
+        Args:
+            loop: the loop over rows.
+            state: the user's, settled. It keeps a weak type that the body is given too.
+        """
+        call, rows = self.call, loop.masked
         if call is None:
             return self
+        pairs = zip(jax.tree.leaves(as_arrays(raw(state))), self._own(loop.hoisted.settled), strict=True)
+        given = [vary_over(leaf, varying_axes(jax.typeof(of))) for leaf, of in pairs]
+        state = jax.tree.unflatten(self.structure, given)
         fits = list(map(jax.typeof, given)) == list(self.jaxprs[0].in_avals)
-        state = self.state_of(given)
         condition = self if fits else Condition.of(call, state, traced=True)
         axes = tuple(merge(loop.hoisted.fixed, rows.fixed, rows.axes.state)[-len(given) :])
         others = [condition.with_fewer_rows(state, axes, tier, max(rows.tiers)) for tier in rows.tiers[:-1]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,10 +17,11 @@ from .._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from .._body.call import CallBody, needs_keyword
 from .._errors import BodyFault, Misuse
 from .._loop.feed import Feed
-from .._loop.loop import Body, Loop, Step, innermost, is_untraced, within
+from .._loop.loop import Body, Loop, Step, innermost, is_jit_disabled, is_untraced, under_a_trace, within
 from .._rows.axes import RowFlags
 from .._rows.leaves import select
 from .._rows.over_rows import OverRows
+from .._trace.hoist import Hoisted
 from .._transforms.axes import count_from
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
@@ -83,6 +84,16 @@ def refusing_forward_mode() -> Generator[None]:
         ) from None
 
 
+@contextlib.contextmanager
+def staging_without_values() -> Generator[None]:
+    """Within something that stages under `jax.disable_jit` too, a loop without values is staged, as `while_loop` is.
+
+    For example `jax.make_jaxpr`, `jax.checkpoint`, or a branch on a traced value.
+    """
+    with jax.disable_jit(False) if is_jit_disabled() and under_a_trace() else contextlib.nullcontext():
+        yield
+
+
 _LEADS = Prefix.of(0)
 _FALLING = (1 / 32, 1 / 10, 1 / 5, 1 / 3, 1 / 2, 3 / 4)
 """The parts of a batch that `compact=True` makes tiers for: while rows stop, most steps are taken by many of them."""
@@ -110,6 +121,18 @@ class EndEarly(Transform):
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
+        known = dict[Hashable, Hoisted]()
+        ended, going = self._ended(loop, known)
+        if is_untraced(loop):
+            return ended
+        state = going.condition.settled(loop.state, ended.hoisted)
+        if state is not None:
+            ended, going = self._ended(loop.having(state=state), known)
+        condition = going.condition.fitted(ended, loop.state if state is None else state)
+        return ended.having(runner=going._replace(condition=condition))
+
+    def _ended(self, loop: Loop, known: dict[Hashable, Hoisted]) -> tuple[Loop, Going]:
+        """The loop over rows, and what runs it; `known` has the traces of its body."""
         assert loop.given is not None
         bounds = loop.given.bounds
         body, compact, limit = innermost(loop.step, CallBody), self.compact, jnp.asarray(np.int32(loop.length))
@@ -129,9 +152,7 @@ class EndEarly(Transform):
         going = Going(condition, holds, limit, None if bounds is None else limit, body.convention.verb)
         assert loop.given is not None  # by the verb
         loop = loop.having(given=loop.given._replace(rows=RowFlags(lengths=lengths)), runner=going)
-        loop = OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop)
-        fitted = condition if is_untraced(loop) else condition.fitted(loop)
-        return loop.having(runner=going._replace(condition=fitted))
+        return OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop, known), going
 
     def _without_rows(self, loop: Loop, body: CallBody) -> Loop:
         """The loop, if no option and no body asks for rows. Its body is told of none.

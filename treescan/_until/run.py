@@ -12,7 +12,7 @@ from .._avals import Array, PyTree, as_arrays, place_like, vary_over, varying_ax
 from .._errors import explain
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Result, is_untraced
-from .._loop.run import debugs_nans, run
+from .._loop.run import debugs_nans, run, settle
 from .._outputs.outputs import ALL, emitting
 from .._rows.axes import without_arrays
 from .._rows.fill import fill_leaves
@@ -21,7 +21,7 @@ from .._trace.equations import is_for_data_alone
 from .._transforms.refuse import once_only
 from .condition import Condition
 from .derivative import EarlyExit, Operands
-from .early_exit import MaskedStep, Progress, Reads, StepOutputs, Tell, all_fixed, going_on, plan_chunks
+from .early_exit import MaskedStep, Progress, Reads, StepOutputs, Tell, all_fixed, going_on, plan_chunks, whole_state
 
 _NO_GRADIENT = once_only(
     "the gradient computes each step again",
@@ -69,18 +69,31 @@ def _run_step_by_step(loop: Loop, going: Going, reads: Reads) -> tuple[Progress,
     one = dataclasses.replace(loop, step=step, consts=reads, length=1, callee=loop.callee.apart())
     while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
-        progress, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
+        after, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
+        settled, changed = settle(progress.state, after.state)
+        if changed:
+            return _run_settled(loop, settled, going, reads)
+        progress = after
         ran.append(y)
         if tell is not None and len(ran) % every == 0:
             tell(reads, progress)
     left = loop.length - len(ran)
     if not ran:
         state, y = run(dataclasses.replace(loop, xs=_part(loop.xs, 0, 0), length=0))
+        settled, changed = settle(progress.state, state)
+        if changed:
+            return _run_settled(loop, settled, going, reads)
         progress, ran = progress._replace(state=state), [y]
     values = zip(fill_leaves(loop.masked.outputs.idle.fill, ran[0]), jax.tree.leaves(ran[0]), strict=True)
     filled = [jnp.broadcast_to(value, (left, *leaf.shape[1:])) for value, leaf in values]
     parts = [*ran, jax.tree.unflatten(jax.tree.structure(ran[0]), filled)]
     return progress, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(parts[::-1] if loop.reverse else parts))
+
+
+def _run_settled(loop: Loop, state: PyTree, going: Going, reads: Reads) -> tuple[Progress, PyTree]:
+    """Runs the steps from a state whose types have settled, of which the condition is asked then."""
+    holds = going.condition(reads.closed, whole_state(all_fixed(loop), reads, state))
+    return _run_step_by_step(dataclasses.replace(loop, state=state), going._replace(holds=holds), reads)
 
 
 def _part(xs: Feed, start: int, stop: int) -> Feed:

@@ -100,13 +100,13 @@ def fori(
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
             from .._remat.remat import Recompute, check_remat
-            from .._until.end_early import Bounds, EndEarly, refusing_forward_mode
+            from .._until.end_early import Bounds, EndEarly, refusing_forward_mode, staging_without_values
 
             plan = check_remat(remat)
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             call = prepare(FORI, f, init, length=most, **options)
             call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
-            with refusing_forward_mode():
+            with refusing_forward_mode(), staging_without_values():
                 result = call.run(
                     EndEarly(),
                     checking(checks, call, ends_early=True),

@@ -233,7 +233,7 @@ def while_scan(
     try:
         # Here, not above: only loops that end early load what runs them.
         from .._until.condition import check_condition
-        from .._until.end_early import EndEarly, refusing_forward_mode
+        from .._until.end_early import EndEarly, refusing_forward_mode, staging_without_values
 
         check_options(options, _ACCEPTED, _REFUSES)
         check_condition(cond)
@@ -245,7 +245,7 @@ def while_scan(
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         # The function of an equal condition may be another object, so that the call keeps it alive.
         call = dataclasses.replace(call, cond=condition.function)
-        with refusing_forward_mode():
+        with refusing_forward_mode(), staging_without_values():
             result = call.run(
                 EndEarly(condition, *rows, call.axes, compact),
                 checking(check_finite, call, ends_early=True),

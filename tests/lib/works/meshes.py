@@ -25,8 +25,8 @@ def mesh_of(kind: str) -> Mesh:
     return jax.make_mesh((ROWS, FEATURES), ("r", "f"), axis_types=(getattr(AxisType, kind),) * 2)
 
 
-def spread(given: Given, mesh: Mesh, split: str) -> Given:
-    """The numbers on their devices. Rows are the axis before the last, where `h` has them."""
+def spread(given: Given, mesh: Mesh, split: str, plain: tuple[str, ...] = ()) -> Given:
+    """The numbers on their devices, less those that name no mesh. Rows are the axis before the last, as in `h`."""
     rows, features = SPLITS[split]
 
     def place(name: str, leaf: jax.Array) -> jax.Array:
@@ -35,16 +35,16 @@ def spread(given: Given, mesh: Mesh, split: str) -> Given:
             leaf, NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 2), *(row, features)[-leaf.ndim :]))
         )
 
-    return {name: place(name, leaf) for name, leaf in given.items()}
+    return {name: leaf if name in plain else place(name, leaf) for name, leaf in given.items()}
 
 
-def on_mesh(kind: str, split: str, *, is_set: bool) -> Transform:
+def on_mesh(kind: str, split: str, *, is_set: bool, plain: tuple[str, ...] = ()) -> Transform:
     """A compiled program that returns values and their gradient, of numbers on a mesh."""
 
     def run_there(run: Run, given: Given) -> Any:
         mesh = mesh_of(kind)
         with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
-            return jax.jit(lambda numbers: gradient(run, numbers))(spread(given, mesh, split))
+            return jax.jit(lambda numbers: gradient(run, numbers))(spread(given, mesh, split, plain))
 
     return run_there, gradient
 
@@ -53,3 +53,5 @@ MESHES: dict[str, Transform] = {
     f"{kind} mesh{', set' * is_set}, {split}": on_mesh(kind, split, is_set=is_set)
     for kind, is_set, split in itertools.product(("Explicit", "Auto"), (False, True), SPLITS)
 }
+# The init of a loop without layers.
+MESHES |= {f"Explicit mesh, plain init, {s}": on_mesh("Explicit", s, is_set=False, plain=("h",)) for s in SPLITS}
