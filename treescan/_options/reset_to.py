@@ -13,6 +13,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._avals import (
+    Array,
     LeafAxes,
     PyTree,
     describe_argument,
@@ -26,10 +27,11 @@ from .._avals import (
 )
 from .._body.carry import agree
 from .._errors import Fault, Misuse, Row, noted
+from .._loop.loop import Loop
 from .._rows.axes import RowFlags, spread_carry_axes
 from .._rows.checks import batch_of
 from .._transforms.axes import spread_prefix
-from .._tree import Prefix, is_static, path_str
+from .._tree import Prefix, is_static, leaves_with_path, path_str
 from ..carries._base import is_carry
 from ..carries._registry import Adopted, adopt, kind_of
 
@@ -161,8 +163,60 @@ def _checked(
         )
     pairs = [(place.leaf, None if place.axis is None else place.value) for place in places if not is_static(place.leaf)]
     return [
-        value if value is None or is_key(leaf) else jnp.asarray(value, _type_of(leaf).dtype) for leaf, value in pairs
+        value
+        if value is None or is_key(leaf)
+        else _unsettled(value)
+        if is_weak(leaf)
+        else jnp.asarray(value, _type_of(leaf).dtype)
+        for leaf, value in pairs
     ]
+
+
+def _unsettled(value: Any) -> Array:
+    """What is put back in a leaf whose type settles later: an int in the smallest type, so that it says its range."""
+    if not isinstance(value, _NUMBERS):
+        return jnp.asarray(value)
+    number = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(number, int):
+        return jnp.asarray(number)
+    kinds = [kind for kind in (np.int8, np.int16, np.int32) if holds(kind, number)]
+    return jnp.asarray(number, kinds[0]) if kinds else jnp.asarray(float(number))
+
+
+def check_settled(loop: Loop, values: list[Any]) -> None:
+    """Refuses what a leaf cannot hold whose type has settled in the trace of the loop: a weakly typed init.
+
+    Args:
+        loop: the loop, in the trace of which its types settled.
+        values: for each leaf of its state what a reset puts back; None: its init.
+
+    Raises:
+        Fault: for an `ArgumentError`.
+    """
+    named = leaves_with_path(loop.names[0], jax.tree.unflatten(loop.hoisted.structure, loop.hoisted.fixed))
+    paths = [path for path, is_fixed in named if not is_fixed]
+    rows = [
+        Row(path, f"{_type_of(leaf)}", describe_leaf(value))
+        for path, leaf, value in zip(paths, loop.state, values, strict=True)
+        if value is not None and not _casts(dtype_of(value), dtype_of(leaf))
+    ]
+    if rows:
+        name = "`reset_to`" if loop.masked.given.inits is None else "the `init` of the `Packed`"
+        raise Misuse(
+            f"{{call}}: {name} does not fit {loop.names[0]}.",
+            "The init is weakly typed there, as Python scalars are, and takes on the type that the step returns. Give "
+            "what that type holds, or start from an array of the type that you need.",
+            rows=rows,
+        )
+
+
+def _casts(given: Any, dtype: Any) -> bool:
+    """Whether a dtype holds all values of another, rounded if both are floating-point dtypes."""
+    if given == dtype or jnp.issubdtype(given, jax.dtypes.prng_key):
+        return bool(given == dtype)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return bool(jnp.issubdtype(dtype, jnp.complexfloating) or not jnp.issubdtype(given, jnp.complexfloating))
+    return bool(jnp.issubdtype(given, jnp.integer)) and bool(np.can_cast(given, dtype, "safe"))
 
 
 _PREFIX = (
@@ -224,7 +278,7 @@ def _fits(place: _Place) -> Row | None:
     if value is None or place.axis is None:
         return None
     if isinstance(value, _NUMBERS) and not is_key(leaf):
-        fits = holds(_type_of(leaf).dtype, value.item() if isinstance(value, np.generic) else value)
+        fits = is_weak(leaf) or holds(_type_of(leaf).dtype, value.item() if isinstance(value, np.generic) else value)
     else:
         shapes = [shape_of(leaf)] if is_key(leaf) else [(), shape_of(leaf)]
         fits = shape_of(value) in shapes and _same_dtype(value, leaf)
@@ -254,6 +308,8 @@ def _type_of(leaf: Any) -> ShapedArray:
 
 def _same_dtype(value: Any, leaf: Any) -> bool:
     dtype = dtype_of(leaf)
+    if is_weak(leaf):  # it settles later: see `check_settled`
+        return dtype_of(value) is not None and not is_key(value)
     return dtype_of(value) == dtype or (
         is_weak(value) and not is_key(leaf) and bool(jnp.result_type(value, jnp.zeros((), dtype)) == dtype)
     )

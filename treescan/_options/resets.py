@@ -29,6 +29,7 @@ from .._rows.leaves import expand, first_valid, pick_steps, select
 from .._rows.spans import Spans, at_rows, numbers_of, refuse_split_rows, turns
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Stage, Transform
+from .reset_to import check_settled
 
 RESET: Slot[Array] = Slot("reset", rows=True)
 """Which rows begin a segment before this step."""
@@ -216,6 +217,7 @@ class BeginSegments(Transform):
         varying = varying_axes(jax.typeof(valid))
         given = rows.given.to if rows.given.inits is None else rows.given.inits
         own = [value for value, is_fixed in zip(given, rows.was_fixed, strict=True) if not is_fixed]
+        check_settled(loop, own)
         tables = tuple(rows.given.inits is not None and value is not None for value in own)
         targets = [
             None if axis is None else leaf if value is None else vary_over(value, varying)

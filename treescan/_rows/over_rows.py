@@ -16,7 +16,7 @@ from .._errors import Cure, Fault, Misuse
 from .._loop.loop import Loop, innermost, is_untraced
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.equations import is_for_data_alone, variables_of
-from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist_once, lift
+from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist_once, lift, settled
 from .._transforms.axes import scan_over_axes
 from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
@@ -75,6 +75,7 @@ class OverRows(Transform):
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
         unchanged = None
         if is_untraced(loop):
+            loop = loop if changing is None else settled(loop)  # what is put back has to fit
             hoisted, before = flatten_only(loop), loop
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:

@@ -505,6 +505,15 @@ def fixed_leaves(loop: Loop, changing: Sequence[bool] | None = None) -> tuple[bo
         return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).returned
 
 
+def settled(loop: Loop) -> Loop:
+    """A loop that is not traced, its weak types settled, which a trace tells."""
+    with jax.disable_jit(False):
+        leaves = hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).settled
+    return dataclasses.replace(
+        loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), leaves), callee=loop.callee.apart()
+    )
+
+
 def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> Any:
     """The trace of the step for other shapes of its arguments as well, on which it must do the same.
 

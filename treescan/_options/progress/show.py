@@ -13,13 +13,13 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from ..._avals import Array, PyTree, as_arrays, exact_int
+from ..._avals import Array, PyTree, exact_int
 from ..._errors import ArgumentError, Misuse, TypeMisuse, expect
 from ..._loop.feed import Feed, Slot
 from ..._loop.loop import Body, Loop, Paced, Step, is_untraced
 from ..._loop.sizes import Around, Wish
 from ..._rows.leaves import any_along, most_of_all, most_of_devices
-from ..._trace.hoist import hoist, traced
+from ..._trace.hoist import settled, traced
 from ..._transforms.nest import run_levels
 from ..._transforms.refuse import refuse_symbolic
 from ..._transforms.transform import Stage, Transform
@@ -145,7 +145,7 @@ class ShowProgress(Transform):
 
             return show_taken(loop, self.progress.updates, Showing(self.progress, loop, custom=self.custom))
         if loop.steps:
-            loop = _settled(loop) if is_untraced(loop) else traced(loop)
+            loop = settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress
         reporter = Reporter(showing.site)
         done = _live_steps(loop)
@@ -163,15 +163,6 @@ class ShowProgress(Transform):
         runner = RunTold(ticks) if paced or more else None
         wishes = (*loop.wishes, wish) if loop.length else loop.wishes
         return dataclasses.replace(loop, wishes=wishes, runner=runner)
-
-
-def _settled(loop: Loop) -> Loop:
-    """A loop that is not traced, its weak types settled: a chunk is not run a second time for them."""
-    with jax.disable_jit(False):
-        settled = hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).settled
-    return dataclasses.replace(
-        loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), callee=loop.callee.apart()
-    )
 
 
 def _live_steps(loop: Loop) -> Array | None:
