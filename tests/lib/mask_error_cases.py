@@ -66,6 +66,10 @@ def state_step(carry, x):
     return carry, None
 
 
+def counted(carry, x):
+    return {"h": carry["h"] + 1, "n": carry["n"] + jnp.int8(1)}, None
+
+
 def packed_from(one, init, **options):
     packed = treescan.pack([words(3), words(2), words(2)], rows=2)._replace(init=init)
     start = {"h": one * jnp.ones((2, 4)), "n": jnp.zeros(2, jnp.int32)}
@@ -240,6 +244,9 @@ case()(
     reset_to_no_prefix=lambda one: resetting(one, {"h": 0.0, "count": 0}),
     reset_to_of_other_types=lambda one: resetting(one, {"h": jnp.zeros((2, 4)), "n": 0.5 * one}),
     reset_to_a_number_that_does_not_fit=lambda one: resetting(one, 0.5),
+    reset_to_of_a_weak_init=lambda one: mask_scan(
+        counted, {"h": jnp.full(2, 0), "n": jnp.full(2, 0)}, ROWS, resets=RESETS, reset_to={"h": 0.5, "n": 300}
+    ),
     reset_to_a_text=lambda one: resetting(one, {"h": "zeros", "n": 0}),
     reset_to_of_a_function_that_returns_none=lambda one: resetting(one, lambda init: None),
     reset_to_of_a_shared_leaf=lambda one: resetting(

@@ -1,11 +1,13 @@
 """`reset_to` and the inits of packed sequences, against the plain loop over the steps of each row."""
 
+import contextlib
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
+import pytest
 from loops import array
 from oracle import as_numpy, assert_close
 from traces import compilations
@@ -198,3 +200,34 @@ def test_resets_within_packed_sequences():
         assert [y.tolist() for y in treescan.unpack(ys, packed)] == want
         _, ys = run(within._replace(init=None), reset_to=10.0)
         assert [y.tolist() for y in treescan.unpack(ys, packed)] == [want[0], [y - 10 for y in want[1]]]
+
+
+@pytest.mark.parametrize("how", [contextlib.nullcontext, jax.disable_jit])
+@pytest.mark.parametrize(
+    ("init", "to", "dtype"),
+    [
+        (0, 0.5, "float32"),
+        (0, jnp.float32(0.5), "float32"),
+        (0, lambda init: init + 0.5, "float32"),
+        (0.0, 0.5, "bfloat16"),
+        (0, 3, "bfloat16"),
+        (0, True, "float32"),
+        (0, 2**40, "float32"),
+        (0, -3, "int8"),
+        (0, jnp.int8(3), "int8"),
+    ],
+    ids=str,
+)
+def test_what_is_put_back_has_the_type_that_a_weak_init_settles_in(init, to, dtype, how):
+    def body(c, x):
+        c = c + x.astype(dtype)
+        return c, c
+
+    def run(**options):
+        return treescan.mask_scan(body, init, jnp.ones(4), resets=jnp.array([0, 0, 1, 0], bool), **options)
+
+    with how():
+        carry, ys = run(reset_to=to)
+    assert carry.dtype == ys.dtype == jnp.dtype(dtype)
+    begun = jnp.asarray(float(to(init) if callable(to) else to)).astype(dtype)
+    npt.assert_array_equal(ys.astype(float), [1, 2, *map(float, [begun + 1, begun + 2])])
