@@ -293,7 +293,7 @@ def test_the_gradient_where_no_branch_may_depend_on_data(rows, options):
         result = while_scan(lambda h: h < 1.5 if rows else jnp.sum(h) < 3.0, body, h, xs, **options)
         return jnp.sum(result.carry) + jnp.sum(jnp.sin(result.ys))
 
-    mesh, everywhere = jax.make_mesh((1,), ("i",)), jax.P()
+    mesh, everywhere = jax.sharding.Mesh(np.array(jax.devices()), ("i",)), jax.P()
     gradient = jax.grad(loss, (0, 1, 2))
     specs = {"mesh": mesh, "in_specs": (everywhere,) * 3, "out_specs": everywhere}
     close(jax.jit(jax.shard_map(gradient, check_vma=False, **specs))(weight, h, xs), gradient(weight, h, xs))
