@@ -224,3 +224,29 @@ def test_of_no_rows(method: str) -> None:
     value, gradient = jax.value_and_grad(loss, (0, 1, 2))(*given)
     assert value == 0
     assert [leaf.shape for leaf in gradient] == [leaf.shape for leaf in given]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ragged", [False, True], ids=["", "lengths"])
+def test_devices_that_share_the_factor(method: str, ragged: bool) -> None:
+    """In a `shard_map`, b varies over devices and a does not."""
+    mesh, spec = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",)), jax.sharding.PartitionSpec
+    a, b, lengths = jnp.full((48, 1), 0.5), jnp.cos(jnp.arange(144.0)).reshape(48, 3), jnp.array([48, 3, 0])
+
+    def loss(a: Any, b: Any, lengths: Any) -> Any:
+        last, hs = linear_scan(a, b, method=method, lengths=lengths if ragged else None)
+        return jnp.sum(jnp.sin(hs)) + jnp.sum(last)
+
+    def of_devices(*given: Any) -> Any:
+        return jax.lax.psum(loss(*given), "d")
+
+    got = jax.shard_map(
+        jax.value_and_grad(of_devices, (0, 1)),
+        mesh=mesh,
+        in_specs=(spec(), spec(None, "d"), spec("d")),
+        out_specs=(spec(), (spec(), spec(None, "d"))),
+    )(a, b, lengths)
+    value, gradient = jax.value_and_grad(loss, (0, 1))(a, b, lengths)
+    np.testing.assert_allclose(got[0], value, rtol=1e-5)
+    for one, other in zip(got[1], gradient, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import Array
+from ..._trace.hoist import zeros_like
 from ..._verbs.scan import scan
 from .step import Given, How, but, compose, factor, joined, linear_step, step
 
@@ -55,7 +56,7 @@ def shifted(how: How, hs: Array, start: Array) -> Array:
 
 def summary(how: How, x: Given, axis: int = 0) -> Given:
     """The steps as one: their product, what they make of 0, and whether they are linked, as in `joined`."""
-    zero = jnp.zeros_like(jax.lax.index_in_dim(x.b, 0, axis, keepdims=False))
+    zero = zeros_like(jax.lax.index_in_dim(x.b, 0, axis, keepdims=False))
     one = zero + 1
     if how.matrix:
         one = zero[..., None] + jnp.expand_dims(jnp.eye(zero.shape[-1], dtype=zero.dtype), range(zero.ndim - 1))
@@ -85,7 +86,7 @@ def solve(how: How, x: Given) -> Array:
         if len(each) == 1:
             return each[None]
         if count % size:
-            each = jnp.concatenate([each, jnp.zeros((-count % size, *each.shape[1:]), each.dtype)])
+            each = jnp.concatenate([each, zeros_like(each[: -count % size])])
         return each.reshape(number, size, *each.shape[1:])  # a -1 is no number if there are no rows
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
@@ -94,7 +95,7 @@ def solve(how: How, x: Given) -> Array:
 
     parts: Given = jax.tree.map(split, x)
     whole = summary(how, parts, axis=1)
-    zero = jnp.zeros_like(whole.b[0])
+    zero = zeros_like(whole.b[0])
     if how.method == "chunked":
         between = over_steps(how, body, zero, whole)[1]
     else:
@@ -124,5 +125,5 @@ def between_devices(how: How, axis_name: str, x: Given) -> Array:
 
 def driven(how: How, x: Given) -> Given:
     """A recurrence from 0, to which is added what this one starts from, and what its segments begin from."""
-    added = step(how, shifted(how, jnp.zeros_like(x.b, how.state), x.start), x)
+    added = step(how, shifted(how, zeros_like(x.b).astype(how.state), x.start), x)
     return x._replace(b=added, start=None, target=None)

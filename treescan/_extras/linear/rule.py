@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ..._avals import Array
+from ..._trace.hoist import zeros_like
 from ..._trace.rules import with_rule
 from ..._types import Remat
 from .methods import driven, over_steps, shifted, solve
@@ -24,7 +25,7 @@ from .step import Given, How, but, like_step, linear_step, step
 def run(how: How, x: Given) -> tuple[Array, Array]:
     """The last state, and all states in the dtype that is kept, filled, without the rule."""
     if how.method != "sequential":
-        hs = solve(how, driven(how, x._replace(fill=None)))
+        hs = _solution(how, driven(how, x._replace(fill=None)))
         return hs[0 if how.reverse else -1], _filled(x, hs.astype(how.out), x.fill)
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
@@ -84,26 +85,30 @@ def _in_sequence(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[A
 
     # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
     given = dh0, small, u
-    return jax.jvp(push, (jax.tree.map(jnp.zeros_like, given),), (given,))[1]
+    return jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))[1]
 
 
 def _by_solution(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[Array, Array]:
     """The solution of `dh - factor * before = u`, where u is what all steps make of the tangents of what they read."""
-    back = how._replace(reverse=not how.reverse)
+    dh = _solution(how, x._replace(b=_moved(how, x, hs, dx), start=None, target=None))
+    return dh[0 if how.reverse else -1], dh.astype(how.out)
 
-    def residual(dh: Array) -> Array:
-        return dh - linear_step(how, shifted(how, dh, jnp.zeros_like(dh[:1])), x._replace(b=0))
+
+def _solution(how: How, x: Given) -> Array:
+    """The states from 0, as `solve` has them: a linear function of b, whose transpose is the recurrence in reverse."""
+    back, x, given = how._replace(reverse=not how.reverse), x._replace(b=None), x.b
+
+    def residual(h: Array) -> Array:
+        return h - linear_step(how, shifted(how, h, zeros_like(h[:1])), x._replace(b=0))
 
     def transposed(_: Any, right: Array) -> Array:
         def later(each: Array) -> Array:
-            return each if len(each) == 1 else shifted(back, each, jnp.zeros_like(each[:1]))
+            return each if len(each) == 1 else shifted(back, each, zeros_like(each[:1]))
 
         turned = x._replace(a=jnp.swapaxes(x.a, -1, -2) if how.matrix else x.a)
         return solve(back, jax.tree.map(later, turned)._replace(b=right))
 
-    x, u = x._replace(b=None, start=None, target=None), _moved(how, x, hs, dx)
-    dh = jax.lax.custom_linear_solve(residual, u, lambda _, u: solve(how, x._replace(b=u)), transposed)
-    return dh[0 if how.reverse else -1], dh.astype(how.out)
+    return jax.lax.custom_linear_solve(residual, given, lambda _, b: solve(how, x._replace(b=b)), transposed)
 
 
 @functools.partial(jax.checkpoint, static_argnums=0)  # neither the states before, nor selections of a, are saved

@@ -174,6 +174,8 @@ def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) 
         own = how if spans is None else how._replace(out=how.state)
         in_loop = valid is not None and spans is None and how.save == "all" and not how.hold
         x = x._replace(fill=filled[None] if in_loop else None)
+        axes = frozenset[str]().union(*(varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(x)))
+        x = jax.tree.map(lambda leaf: vary_over(leaf, axes), x)  # a solution varies as all that it is computed from
         last, hs = (recurrence if how.remat is None else run)(own, x)
     if how.axis_name is not None:
         is_last = jax.lax.axis_index(how.axis_name) == (0 if how.reverse else jax.lax.axis_size(how.axis_name) - 1)
