@@ -61,6 +61,17 @@ def while_gradient_of_a_mapped_custom_vjp(one):
     return jax.grad(total)(jnp.stack([one, one]))
 
 
+@case(less=("disable_jit", "vmap"))
+def while_gradient_outside_of_a_named_map(one):
+    def body(carry, x):
+        return carry + jax.lax.pmax(x, "i"), x
+
+    def mapped(one):
+        return jax.vmap(lambda _: while_scan(small, body, one, XS).carry, axis_name="i")(jnp.arange(2))
+
+    return jax.grad(lambda one: jnp.sum(jax.jit(mapped)(one)))(one)
+
+
 case(less=("disable_jit",))(
     while_max_length_traced=lambda one: jax.jit(lambda most: while_scan(small, step, one, max_length=most))(5),
     fori_max_length_traced=lambda one: jax.jit(

@@ -207,6 +207,36 @@ def test_a_gradient_of_a_map_that_maps_no_argument_of_the_loop(body, run, option
     chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-4)
 
 
+def exchanged(w, carry, x):
+    """By operations that map nothing, which are gone after the map all the same."""
+    h, m = carry
+    m = jax.lax.ppermute(0.9 * m, "i", [(k, (k + 1) % COUNT) for k in range(COUNT)])
+    return (jnp.tanh(h @ w + x), m + 0.1 * jax.lax.pmean(x, "i")), (h * m, m)
+
+
+@pytest.mark.parametrize("body", [placed, exchanged])
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        pytest.param(mask_scan, {}, id="mask_scan"),
+        pytest.param(mask_scan, {"chunk": 8}, id="mask_scan-chunk", marks=pytest.mark.slow),
+        pytest.param(scan, {"remat": "auto"}, id="scan-auto"),
+        pytest.param(scan, {"remat": treescan.Remat(chunk=8)}, id="scan-chunk", marks=pytest.mark.slow),
+    ],
+)
+def test_a_derivative_outside_of_a_staged_map_with_a_named_axis(body, run, options):
+    """JAX has no such axis any more when it asks for the derivative."""
+
+    def mapped(w, xs):
+        (h, m), ys = jax.vmap(lambda xs: run(functools.partial(body, w), H0[0], xs, **options), axis_name="i")(xs)
+        return sum(map(jnp.sum, (h, m, *ys)))
+
+    got = jax.grad(jax.jit(mapped), (0, 1))(W[0], XS)
+    with treescan.rewriting(False):
+        want = jax.grad(mapped, (0, 1))(W[0], XS)
+    chex.assert_trees_all_close(got, want, rtol=2e-4, atol=2e-4)
+
+
 MESH = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("d",))
 SPECS = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec(None, None, "d")
 

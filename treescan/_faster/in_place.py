@@ -99,9 +99,9 @@ class InPlace:
 
             return push_plainly(stack, *primals, *tangents, branches=loop.hoisted.branches)
 
-        return with_rule(
-            lambda given: self._run(given.put_into(loop), levels[0].size), rule, loop.hoisted.axes, without_pairs
-        )(given)
+        return with_rule(lambda given: self._run(given.put_into(loop), levels[0].size), rule, sources=without_pairs)(
+            given
+        )
 
     def _run(self, loop: Loop, size: int) -> Result:
         if self.own_values and len(self.tiers) == 1:

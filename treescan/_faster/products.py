@@ -31,6 +31,7 @@ from .._trace.equations import (
     has_reverse_rule,
     holds,
     inlined,
+    named_axes,
     needed,
     variables_of,
 )
@@ -141,7 +142,7 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
     jaxpr = traced.jaxpr
-    left_alone = has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH) or branches_on_devices(jaxpr)
+    left_alone = has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH) or branches_on_devices(jaxpr) or named_axes(jaxpr)
     if traced.effects or not _holds_products(jaxpr) or left_alone:
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):

@@ -315,7 +315,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
     empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
-    leaves, written = with_rule(saving, rule, loop.hoisted.axes, without_pairs)(
+    leaves, written = with_rule(saving, rule, sources=without_pairs)(
         loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule
     )
     state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]

@@ -146,9 +146,8 @@ class Skip(Transform):
                 refuse_symbolic(loop.length, option)
         trace, cut = loop.hoisted, chunk != 0 and isinstance(loop.length, int)
         size = min(chunk or _chunk_size(loop.length, tiers), loop.length) if cut else loop.length
-        may_rule = is_rewriting() and not (
-            trace.effects or trace.refs or trace.reverse_rule or trace.branches_on_devices
-        )
+        alone = trace.branches_on_devices or trace.axes  # JAX alone can differentiate it
+        may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule or alone)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), put=schedule, slots=(SCHEDULE,)))
         if not may_rule:

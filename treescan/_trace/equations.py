@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import eval_jaxpr
+from jax.sharding import AxisType
 
 from .._avals import varying_axes
 
@@ -167,11 +168,18 @@ def branches_on_devices(jaxpr: Any) -> bool:
 
 
 def named_axes(jaxpr: Any) -> frozenset[Hashable]:
-    """The named axes along which what a jaxpr, open or closed, computes may differ, with nothing given that does.
+    """The named axes of `jax.vmap` over which anything in a jaxpr, open or closed, computes.
 
-    Of the operations on a named axis, those that map an argument that is not mapped have this effect.
+    The program is then another one once the map is done: JAX has no such axis where it asks for a derivative later.
+    The manual axes of a `shard_map` are not among them.
     """
-    return frozenset(effect.name for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS)
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
+    found = {effect.name for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS}
+    for equation in equations_within(getattr(jaxpr, "jaxpr", jaxpr)):
+        for names in map(equation.params.get, ("axis_name", "axes")):
+            found.update(names if isinstance(names, tuple) else (names,))
+    return frozenset(name for name in found if name is not None and not isinstance(name, int)) - manual
 
 
 def is_for_data_alone(jaxpr: Any) -> bool:

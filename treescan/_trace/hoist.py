@@ -206,7 +206,7 @@ class Hoisted(NamedTuple):
         branches: whether it branches.
         products: whether it multiplies matrices.
         branches_on_devices: whether JAX alone may differentiate it; see the function of this name.
-        axes: the named axes that it reads.
+        axes: the named axes of `jax.vmap` over which it computes.
         jaxpr: one step, open; None if nothing was traced.
         inputs: the inputs of `jaxpr` by name.
     """

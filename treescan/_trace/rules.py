@@ -30,7 +30,7 @@ def with_rule(
     Args:
         function: the function. It may not close over tracers; no more may the rule.
         rule: (primals, tangents), tuples of the arguments, to the results and their tangents.
-        axes: the named axes that the function reads, as `named_axes` finds them.
+        axes: the named axes over which the function computes, as `named_axes` finds them.
         sources: the arguments without those that are computed from the others alone.
     """
 
@@ -38,8 +38,8 @@ def with_rule(
         return jax.tree.map(Ties(sources(given), axes), function(*given))
 
     def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        tie = Ties(sources(primals), axes)
         out, d_out = rule(primals, tangents)
+        tie = Ties(sources(primals), axes)
         return jax.tree.map(tie, out), jax.tree.map(lambda leaf: tie(leaf) if is_smooth(leaf) else leaf, d_out)
 
     ruled = jax.custom_jvp(results)

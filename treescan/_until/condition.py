@@ -188,7 +188,7 @@ class Condition:
 
     @property
     def axes(self) -> frozenset[Hashable]:
-        """The named axes that it reads."""
+        """The named axes of `jax.vmap` over which it computes."""
         return frozenset[Hashable]().union(*map(named_axes, self.jaxprs))
 
     def settled(self, state: PyTree, hoisted: Hoisted) -> PyTree | None:

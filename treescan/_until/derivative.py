@@ -71,6 +71,7 @@ class EarlyExit:
         chunks: the chunks of the derivative.
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
+        unbound: what to raise where it is differentiated outside of the `jax.vmap` that has an axis which it reads.
         own_values: whether rows that have stopped are shown their own values, unless something is differentiated.
         tell: reports how far the loop has come; None: nothing does.
     """
@@ -82,6 +83,7 @@ class EarlyExit:
     chunks: Chunks
     branches: bool
     refusal: Exception | None
+    unbound: Exception | None
     own_values: bool
     tell: Tell | None
 
@@ -212,8 +214,11 @@ class EarlyExit:
         axes = self.hoisted.axes | self.condition.axes
 
         def saving_rule(primals: Any, tangents: Any) -> tuple[Saved, Saved]:
-            saved = with_rule(self._saving, saving_rule, axes, without_pairs)(*primals)
-            return saved, self._push_forward(saved, *primals, *tangents)
+            try:
+                saved = with_rule(self._saving, saving_rule, axes, without_pairs)(*primals)
+                return saved, self._push_forward(saved, *primals, *tangents)
+            except NameError as error:
+                raise self.unbound or error from None
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             saved, pushed = saving_rule(primals, tangents)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._avals import Array, PyTree, as_arrays, place_like, vary_over, varying_axes
-from .._errors import explain
+from .._errors import Fault, Misuse, explain
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Result, is_untraced
 from .._loop.run import debugs_nans, run, settle
@@ -27,6 +28,18 @@ _NO_GRADIENT = once_only(
     "the gradient computes each step again",
     "Take no gradient of the loop, or leave the callback out of what is differentiated",
 )
+
+
+def _outside_of(axes: frozenset[Hashable]) -> Fault:
+    """What is wrong with a derivative that JAX asks for once the map of these named axes is done."""
+    named = ", ".join(f"`{axis}`" for axis in sorted(map(str, axes)))
+    return Misuse(
+        f"{{verb}} over {{body}}: its derivative is asked for outside of the `jax.vmap` that has the named axis "
+        f"{named}, over which the body or the condition computes.",
+        "Something between the derivative and the map stages it: a `jax.jit`, a `jax.checkpoint`, a loop or a branch. "
+        "Put the `jax.jit` outside, `jax.jit(jax.grad(mapped))`, or differentiate within the map, "
+        "`jax.vmap(jax.grad(loss), axis_name=...)`.",
+    )
 
 
 class Going(NamedTuple):
@@ -113,7 +126,7 @@ def _run_traced(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, list[
     own_values = loop.masked.own_values
     if not going.holds.ndim:  # an element of a vmap stops as a whole
         own_values = not (hoisted.effects or is_for_data_alone(hoisted.jaxpr) or debugs_nans())
-    bare = without_tracers(loop)
+    bare, axes = without_tracers(loop), hoisted.axes | going.condition.axes
     early = EarlyExit(
         loop=bare,
         hoisted=hoisted._replace(loop=bare),
@@ -122,6 +135,7 @@ def _run_traced(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, list[
         chunks=chunks if tell is None else tell.fit(chunks),
         branches=may_branch(),
         refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
+        unbound=explain(_outside_of(axes), going.verb, loop.body.function) if axes else None,
         own_values=own_values,
         tell=tell,
     )

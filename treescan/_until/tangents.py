@@ -113,7 +113,7 @@ class TangentOfChunk:
         y: the same.
         outputs: the types of y.
         size: the steps of a chunk.
-        axes: the named axes that the body reads.
+        axes: the named axes over which the body computes.
     """
 
     runners: tuple[Step, ...]
@@ -214,7 +214,7 @@ def push_forward(
         size: the steps of a chunk.
         ways: how the chunks are computed again.
         branches: whether the body branches.
-        axes: the named axes that it reads.
+        axes: the named axes over which it computes.
     """
     consts_part, x_part = parts
     step = TangentOfChunk(
