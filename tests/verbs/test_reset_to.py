@@ -216,7 +216,7 @@ def test_resets_within_packed_sequences():
         (0, -3, "int8"),
         (0, jnp.int8(3), "int8"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_is_put_back_has_the_type_that_a_weak_init_settles_in(init, to, dtype, how):
     def body(c, x):

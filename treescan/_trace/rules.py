@@ -15,8 +15,7 @@ from typing import Any
 
 import jax
 
-from .hoist import is_smooth
-from .ties import Ties
+from .ties import tie
 
 
 def with_rule(
@@ -35,12 +34,10 @@ def with_rule(
     """
 
     def results(*given: Any) -> Any:
-        return jax.tree.map(Ties(sources(given), axes), function(*given))
+        return tie(function(*given), sources(given), axes)
 
     def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        out, d_out = rule(primals, tangents)
-        tie = Ties(sources(primals), axes)
-        return jax.tree.map(tie, out), jax.tree.map(lambda leaf: tie(leaf) if is_smooth(leaf) else leaf, d_out)
+        return tie(rule(primals, tangents), sources(primals), axes)
 
     ruled = jax.custom_jvp(results)
     ruled.defjvp(derivative, symbolic_zeros=True)

@@ -18,51 +18,38 @@ from collections.abc import Hashable, Iterable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from .._avals import Array, PyTree, place_like, vary_over, varying_axes
+from .._tree import merge, split
 from .hoist import is_smooth
 
 _REACHES = jax.__version_info__ >= (0, 9)
 """Whether a `psum` of what varies can be mapped. On JAX 0.8, values are tied only to what varies over no other axes."""
 
 
-class Ties:
-    """Ties values to all arrays of a tree, and to where along some named axes they are computed.
+def tie(tree: PyTree, given: PyTree, axes: Iterable[Hashable] = ()) -> PyTree:
+    """The values of a tree, each of which depends on all arrays of another, and on named axes.
 
     Args:
+        tree: the values. What stands for no tangent is left alone.
         given: the arrays.
-        axes: the names.
+        axes: the named axes, where each value depends on its place along them.
     """
+    leaves, structure = jax.tree.flatten(tree)
+    on = [jax.dtypes.float0 != leaf.dtype and not isinstance(leaf, SymbolicZero) for leaf in leaves]
+    others, (values, left) = jax.tree.leaves(given), split(on, leaves)
+    tied = _tied(values, others, tuple(axes)) if others or axes else values
+    return jax.tree.unflatten(structure, merge(on, tied, left))
 
-    def __init__(self, given: PyTree, axes: Iterable[Hashable] = ()) -> None:
-        leaves = [*jax.tree.leaves(given), *map(jax.lax.axis_index, axes)]
-        found: dict[frozenset[str], list[Array]] = {}
-        for leaf in leaves:
-            found.setdefault(varying_axes(jax.typeof(leaf)), []).append(_nothing_of(leaf))
-        self._over = {axes: functools.reduce(jax.lax.add, parts) for axes, parts in found.items()}
 
-    def __call__(self, leaf: Array) -> Array:
-        """The value itself, of any type."""
-        aval = jax.typeof(leaf)
-        parts = self._along(varying_axes(aval))
-        if not parts:
-            return leaf
-        zero = jnp.sum(functools.reduce(jax.lax.add, parts))
-        if not is_smooth(leaf):
-            return jax.lax.select_n(jax.lax.ne(zero, np.float32(0)), leaf, leaf)
-        other = place_like(jnp.broadcast_to(zero.astype(leaf.dtype), leaf.shape), aval)
-        return jax.lax.select_n(np.ones((), np.bool_), other, leaf)
-
-    def _along(self, axes: frozenset[str]) -> list[Array]:
-        """What to tie a value to that varies over these manual axes: it varies over no others."""
-        others = {each: tuple(sorted(each - axes)) for each in self._over}
-        parts = [
-            jax.lax.psum(part, others[each]) if others[each] else part
-            for each, part in self._over.items()
-            if _REACHES or not others[each]
-        ]
-        varying = frozenset[str]().union(*(varying_axes(jax.typeof(part)) for part in parts))
-        return [vary_over(part, varying) for part in parts]
+@functools.partial(jax.jit, static_argnums=2)  # JAX traces, maps and differentiates it once for the same types
+def _tied(values: list[Array], given: list[Array], axes: tuple[Hashable, ...]) -> list[Array]:
+    found: dict[frozenset[str], list[Array]] = {}
+    for leaf in (*given, *map(jax.lax.axis_index, axes)):
+        found.setdefault(varying_axes(jax.typeof(leaf)), []).append(_nothing_of(leaf))
+    nothing = {varying: functools.reduce(jax.lax.add, parts) for varying, parts in found.items()}
+    return [_tied_to(nothing, value) for value in values]
 
 
 def _nothing_of(leaf: Array) -> Array:
@@ -73,6 +60,20 @@ def _nothing_of(leaf: Array) -> Array:
     return jnp.sum(jnp.real(none).astype(jnp.float32), axis=range(1, none.ndim))
 
 
-def tied(tree: PyTree) -> PyTree:
-    """A tree, each leaf of which depends on every other one."""
-    return jax.tree.map(Ties(tree), tree)
+def _tied_to(nothing: dict[frozenset[str], Array], value: Array) -> Array:
+    """The value itself, of any type, tied to arrays without entries, by the manual axes that each varies over."""
+    aval, axes = jax.typeof(value), varying_axes(jax.typeof(value))
+    parts = [_varying_at_most(part, axes) for over, part in nothing.items() if _REACHES or over <= axes]
+    if not parts:
+        return value
+    varying = frozenset[str]().union(*(varying_axes(jax.typeof(part)) for part in parts))
+    zero = jnp.sum(functools.reduce(jax.lax.add, [vary_over(part, varying) for part in parts]))
+    if not is_smooth(value):
+        return jax.lax.select_n(jax.lax.ne(zero, np.float32(0)), value, value)
+    other = place_like(jnp.broadcast_to(zero.astype(value.dtype), value.shape), aval)
+    return jax.lax.select_n(np.ones((), np.bool_), other, value)
+
+
+def _varying_at_most(part: Array, axes: frozenset[str]) -> Array:
+    others = tuple(sorted(varying_axes(jax.typeof(part)) - axes))
+    return jax.lax.psum(part, others) if others else part

@@ -22,7 +22,7 @@ import jax
 
 from .._avals import PyTree
 from .hoist import fill_in, nonzero_part, smooth_part, zeros_like
-from .ties import tied
+from .ties import tie
 
 Given = TypeVar("Given")
 Out = TypeVar("Out")
@@ -39,10 +39,11 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
     """
 
     def equation(both: tuple[Given, Out]) -> tuple[Given, Out]:
-        given, out = tied(both)  # JAX transposes a solution only if all of the right side has a tangent
+        given, out = tie(both, both)  # JAX transposes a solution only if all of the right side has a tangent
         # The tangent of a linear function is the function. JAX 0.8 transposes a loop only as such a tangent.
         _, pushed = jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))
-        return tied((given, jax.tree.map(jax.lax.sub, out, pushed)))
+        rest = given, jax.tree.map(jax.lax.sub, out, pushed)
+        return tie(rest, rest)
 
     def solve(_: Any, right: tuple[Given, Out]) -> tuple[Given, Out]:
         given, out = right
@@ -52,8 +53,9 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
         given, out = right
         return jax.tree.map(jax.lax.add, given, pull(out)), out
 
-    solution = jax.lax.custom_linear_solve(equation, tied((given, like)), solve, solve_transposed)
-    return tied(solution)[1]
+    right = given, like
+    solution = jax.lax.custom_linear_solve(equation, tie(right, right), solve, solve_transposed)
+    return tie(solution, solution)[1]
 
 
 def mapped_later(push: Callable[..., Out], *given: Any) -> Out:

@@ -86,7 +86,8 @@ def solve(how: How, x: Given) -> Array:
         if len(each) == 1:
             return each[None]
         if count % size:
-            each = jnp.concatenate([each, zeros_like(each[: -count % size])])
+            left = (-count % size, *each.shape[1:])
+            each = jnp.concatenate([each, jnp.broadcast_to(zeros_like(each[:1]), left)])
         return each.reshape(number, size, *each.shape[1:])  # a -1 is no number if there are no rows
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
