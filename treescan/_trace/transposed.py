@@ -3,12 +3,14 @@
 `linear_call` cannot be mapped, and cannot be differentiated by what the function reads beside its argument. Once JAX
 has both rules, `with_transpose(push, pull, given, ...)` is `linear_call(push, pull, read, given)`, and this file goes.
 Until then, one function of JAX takes a transpose and has all rules: `jax.lax.custom_linear_solve`. It is told a linear
-equation, how to solve it, and how to solve the transposed one. So we ask for the solution of
+equation, how to solve it, and how to solve the transposed one. With `L(given, out) = (given, out + push(given))` and
+its transpose `L*(given, out) = (given + pull(out), out)`, we ask for the solution (v, w) of
 
-    (given, out - push(given)) = (b, 0),    which is    given = b, out = push(b).
+    L^-1 w = (b, 0),    L*^-1 v = 0,    where L^-1 and L*^-1 subtract what L and L* add. So w = (b, push(b)).
 
-For any right side (b, c), the solution is (b, c + push(b)), and that of the transposed equation is (b + pull(c), c).
-Reverse mode solves the latter. A derivative by what `push` reads is JAX's own, of the equation.
+For any right sides (r, s), the solution is (L* s, L r). The equation is its own transpose, so JAX neither
+differentiates nor transposes `push` to make that of it, and reverse mode solves the same equation again. A derivative
+by what `push` reads is JAX's own, of the equation.
 
 Saved steps write their transpose themselves. Steps that branch have that of JAX, made early: see `mapped_later`.
 """
@@ -37,25 +39,25 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
         given: a tree of arrays.
         like: zeros of the types that it returns.
     """
+    push, pull = jax.jit(push), jax.jit(pull)  # each is traced and lowered once
 
-    def equation(both: tuple[Given, Out]) -> tuple[Given, Out]:
-        given, out = tie(both, both)  # JAX transposes a solution only if all of the right side has a tangent
-        # The tangent of a linear function is the function. JAX 0.8 transposes a loop only as such a tangent.
-        _, pushed = jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))
-        rest = given, jax.tree.map(jax.lax.sub, out, pushed)
-        return tie(rest, rest)
+    def equation(unknown: tuple[Any, Any]) -> tuple[Any, Any]:
+        (given, out), (pushed, result) = unknown
+        right = (pushed, _each(jax.lax.sub, result, push(pushed))), (_each(jax.lax.sub, given, pull(out)), out)
+        return tie(right, right)
 
-    def solve(_: Any, right: tuple[Given, Out]) -> tuple[Given, Out]:
-        given, out = right
-        return given, jax.tree.map(jax.lax.add, out, push(given))
+    def solve(_: Any, right: tuple[Any, Any]) -> tuple[Any, Any]:
+        (given, out), (pushed, result) = right
+        return (_each(jax.lax.add, pushed, pull(result)), result), (given, _each(jax.lax.add, out, push(given)))
 
-    def solve_transposed(_: Any, right: tuple[Given, Out]) -> tuple[Given, Out]:
-        given, out = right
-        return jax.tree.map(jax.lax.add, given, pull(out)), out
+    right = (given, like), (jax.tree.map(zeros_like, given), like)
+    # JAX transposes a solution only if all of the right side has a tangent, and all of the solution a cotangent.
+    solution = jax.lax.custom_linear_solve(equation, tie(right, right), solve, symmetric=True)
+    return tie(solution, solution)[1][1]
 
-    right = given, like
-    solution = jax.lax.custom_linear_solve(equation, tie(right, right), solve, solve_transposed)
-    return tie(solution, solution)[1]
+
+def _each(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:
+    return jax.tree.map(function, a, b)
 
 
 def mapped_later(push: Callable[..., Out], *given: Any) -> Out:
