@@ -1,0 +1,292 @@
+"""A program of a body, a verb and a word: which there are, what becomes of one, and a smaller one that fails alike."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treescan
+
+from ..programs import Brief, Draw, chance, choice
+from . import transformations, verbs
+from .bodies import CORES, KEYWORDS, LINEAR_CORES, LINEAR_PARTS, MIXING, OF_THE_AXIS, OF_THE_MESH, PARTS
+from .transformations import INNER, KEEP_LINEAR, MAPS, OF_LIBRARY, OUTER, REVERSE, SPLITS
+from .verbs import FLOATS, OPTIONS, has_padding, padding_of, passed, run_of
+
+TOLERANCE = {"float32": 3e-3, "float64": 1e-7}
+BODILESS = ("linear_scan",)
+WITHOUT_ROWS = ("scan", "while_scan", "fori", "fold", "scan_layers", "fold_layers")
+
+
+@dataclass(frozen=True, repr=False)
+class Program(Brief):
+    """A loop under a word.
+
+    Attributes:
+        core: what the body computes; for `linear_scan`, what a is.
+        parts: what is added to the body.
+        verb: the verb.
+        options: the names of its options.
+        word: transformations, the outermost first.
+        nan: whether the padding is NaN.
+    """
+
+    core: str
+    parts: tuple[str, ...]
+    verb: str
+    options: tuple[str, ...]
+    word: tuple[str, ...]
+    nan: bool = False
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the carry has to vary over a mesh before the loop as it does after a step."""
+        return any(letter in SPLITS for letter in self.word)
+
+    def in_jit(self) -> Program:
+        """The program compiled as a whole, unless what surrounds it looks at each value."""
+        first, rest = self.word[0], self.word[int(self.word[0] in OUTER) :]
+        return self if first in ("checkify", "debug_nans") else replace(self, word=("jit", *rest))
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the loop is linear in h and x together."""
+        if self.verb in BODILESS:
+            return self.core != "of x"
+        no_values = "by value" not in self.options and self.verb != "fori"
+        return no_values and self.core in LINEAR_CORES and all(name in LINEAR_PARTS for name in self.parts)
+
+
+class Wrong(Exception):
+    """What the library does otherwise than the loop by hand: a kind, and the rest."""
+
+    def __init__(self, kind: str, text: str = "") -> None:
+        super().__init__(f"{kind}\n{text}")
+        self.kind, self.text = kind, text
+
+
+class Refused(Exception):
+    """A TreescanError."""
+
+
+class Skipped(Exception):
+    """The loop by hand fails in JAX, or is not finite."""
+
+
+# Which programs there are.
+
+
+def why_not(program: Program) -> str:
+    """Why a program is none of these; empty if it is one."""
+    word, parts, options, verb = program.word, program.parts, program.options, program.verb
+    maps, meshes = [n for n in word if n in MAPS], [n for n in word if n.startswith("shard_map")]
+    given = [OPTIONS[verb][name] for name in options]
+    keys = [key for option in given for key in option]
+    of_axis = {*parts} & {*OF_THE_AXIS} or "by the axis" in options or (verb in BODILESS and program.core == "of the axis")
+    mixing = {*parts} & {*MIXING}
+    reverse = {*word} & {*REVERSE} or any(name.startswith("grad") for name in word)
+    checks: dict[str, Any] = {
+        "the word is as long as words are": not 1 <= len(word) <= 5,
+        "what is outer comes first": any(name in OUTER for name in word[1:]),
+        "one mesh": len(meshes) > 1,
+        "two maps": len(maps) + word.count("in map") > 2,
+        "an axis": of_axis and not maps,
+        "an axis within a mesh": of_axis and maps and meshes and word.index(meshes[0]) > max(word.index(name) for name in maps),
+        "what is not linear": "check_finite" in options and {"linear_transpose", "loop as rule"} & {*word},
+        "a mesh": {*parts} & {*OF_THE_MESH} and not meshes,
+        "a core of another verb": program.core not in (verbs.FACTORS if verb in BODILESS else CORES),
+        "no body": verb in BODILESS and parts,
+        "one mention of each": len({*keys}) < len(keys) or len({*parts}) < len(parts),
+        "derivatives of a linear loop": {"linear_transpose", "loop as rule"} & {*word} and not keeps_linear(program),
+        "no reverse over a while_loop": "in while_loop" in word and reverse,
+        "only so many derivatives": sum(map(order, word)) > 2,
+        "elements meet, and take other steps": mixing
+        and ({"traced lengths", "by value", "by the axis"} & {*options} or verb == "fori" or "vmap w" in word and verb == "mask_scan"),
+        "keywords of rows": {"valid", "first"} & {*parts} and verb not in ("mask_scan", "rows_while_scan"),
+        "rows meet, and have stopped": "valid" in parts and verb != "mask_scan",
+        "keys per step": "key" in parts and verb == "fori" and "reverse" in options,
+        "rows that move": "compact" in options and ({"key", "closure of init"} & {*parts} or "OfRows" in options),
+        "padding that is known": program.nan and not (verb in ("mask_scan", "linear_scan", "fold") and has_padding(program)),
+        "padding that stays": program.nan and {"in while_loop"} & {*word},
+        "a fill for integers": False,
+    }  # fmt: skip
+    return next((text for text, holds in checks.items() if holds), "")
+
+
+def order(letter: str) -> int:
+    """How many derivatives a transformation takes."""
+    if letter == "hessian":
+        return 2
+    return int(letter.startswith(("grad", "jvp", "vjp", "linear", "loop as rule")))
+
+
+def keeps_linear(program: Program) -> bool:
+    place = next(n for n, name in enumerate(program.word) if name in ("linear_transpose", "loop as rule"))
+    return program.is_linear and all(name in KEEP_LINEAR for name in program.word[place + 1 :])
+
+
+WEIGHTS = {"jit": 5, "grad": 5, "in while_loop": 1, "vmap none": 3, "vmap w": 3, "hessian": 2}
+OF_VERBS = {"mask_scan": 6, "while_scan": 4, "scan": 3, "linear_scan": 3, "rows_while_scan": 3}
+
+
+def weighted(names: Any, weights: dict[str, int], usual: int = 2) -> list[str]:
+    return [name for name in names for _ in range(weights.get(name, usual))]
+
+
+def draw_program(draw: Draw) -> Program:
+    """A program that may be: what may not is drawn again."""
+    while True:
+        verb = choice(draw, weighted(OPTIONS, OF_VERBS, 1))
+        wants_linear = chance(draw, 25)
+        core = choice(draw, verbs.FACTORS if verb in BODILESS else LINEAR_CORES if wants_linear else tuple(CORES))
+        pool = LINEAR_PARTS if wants_linear else tuple(PARTS)
+        parts = () if verb in BODILESS else tuple(dict.fromkeys(choice(draw, pool) for _ in range(draw.integer(0, 4))))
+        names = tuple(OPTIONS[verb])
+        options = tuple(dict.fromkeys(choice(draw, names) for _ in range(choice(draw, [0, 1, 1, 2, 2, 3]))))
+        program = Program(core, parts, verb, options, draw_word(draw, parts, wants_linear), chance(draw, 40))
+        if not why_not(program):
+            return program
+
+
+def draw_word(draw: Draw, parts: tuple[str, ...], wants_linear: bool) -> tuple[str, ...]:
+    length = draw.integer(2, 5)
+    outer = [choice(draw, tuple(OUTER))] if chance(draw, 20) else ["jit"] * chance(draw, 60)
+    names = weighted((*INNER, *OF_LIBRARY, *MAPS), WEIGHTS)
+    word = [choice(draw, names) for _ in range(length - len(outer))]
+    if wants_linear and chance(draw, 50):
+        word[draw.integer(0, len(word) - 1)] = choice(draw, ("linear_transpose", "loop as rule"))
+    if {*parts} & {*OF_THE_AXIS} and not {*word} & {*MAPS}:
+        word[draw.integer(0, len(word) - 1)] = choice(draw, tuple(MAPS))
+    if {*parts} & {*OF_THE_MESH} and not any(name.startswith("shard_map") for name in word):
+        word[draw.integer(0, len(word) - 1)] = choice(draw, (*SPLITS, "shard_map without vma"))
+    return (*outer, *word)
+
+
+# What becomes of one.
+
+
+def numbers(program: Program) -> dict[str, Any]:
+    given = dict(FLOATS)
+    if program.nan:
+        given["x"] = np.where(padding_of(program), np.nan, given["x"])
+    dtype = jnp.result_type(float)
+    return {name: jnp.asarray(leaf, dtype) for name, leaf in given.items()}
+
+
+def results(program: Program, *, by_hand: bool) -> list[np.ndarray]:
+    function = transformations.spelled(program.word, run_of(program, by_hand=by_hand), by_hand=by_hand)
+    return [np.asarray(leaf) for leaf in jax.block_until_ready(function(numbers(program)))]
+
+
+def check(program: Program) -> None:
+    """Raises Wrong if the library is not what the loop by hand is; Refused and Skipped, if neither can be said.
+
+    The loop by hand is compiled as a whole, for time's sake. Where the library fails, it is run as the word says.
+    """
+    want = by_scan(program.in_jit())
+    try:
+        got = results(program, by_hand=False)
+    except treescan.TreescanError as error:
+        raise Refused(f"{type(error).__name__}: {first_line(error)}") from error
+    except Exception as error:
+        by_scan(program)
+        raise Wrong(f"fails: {type(error).__name__}: {first_line(error)}") from error
+    text = difference(got, want)
+    if text and want and want[0].dtype == np.float32 and not jax.config.values["jax_enable_x64"]:
+        with jax.enable_x64(True):
+            text = difference(results(program, by_hand=False), results(program, by_hand=True))
+        if not text:
+            raise Skipped("wrong in float32 alone")
+    if text:
+        raise Wrong("wrong numbers", text)
+
+
+def by_scan(program: Program) -> list[np.ndarray]:
+    try:
+        found = results(program, by_hand=True)
+    except Exception as error:
+        raise Skipped(f"{type(error).__name__}: {first_line(error)}") from error
+    if not all(np.isfinite(leaf).all() for leaf in found):
+        raise Skipped("not finite")
+    return found
+
+
+def difference(got: list[np.ndarray], want: list[np.ndarray]) -> str:
+    """Where results differ, in words."""
+    if len(got) != len(want):
+        return f"{len(got)} results for {len(want)}"
+    for n, (a, b) in enumerate(zip(got, want, strict=True)):
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"result {n} is {a.dtype}{list(a.shape)} for {b.dtype}{list(b.shape)}"
+        if not np.isfinite(a).all():
+            return f"result {n} is not finite"
+        most = float(np.max(np.abs(b), initial=0))
+        apart = float(np.max(np.abs(np.subtract(a, b, dtype=np.float64)), initial=0))
+        if apart > TOLERANCE.get(str(b.dtype), 0) * (most + 1e-2):
+            where = np.unravel_index(np.argmax(np.abs(np.subtract(a, b, dtype=np.float64))), a.shape)
+            return f"result {n} of {len(want)}: {a[where]} for {b[where]}"
+    return ""
+
+
+def first_line(error: BaseException) -> str:
+    return " ".join(str(error).strip().partition("\n")[0].split())[:200]
+
+
+# Smaller ones.
+
+
+def shrink(program: Program, wrong: Wrong, seconds: float = 60) -> tuple[Program, Wrong]:
+    """The smallest program found in so many seconds that is wrong in the same way."""
+    until, again = time.monotonic() + seconds, True
+    while again and time.monotonic() < until:
+        again = False
+        for smaller in candidates(program):
+            if time.monotonic() > until:
+                break
+            found = fails(smaller, wrong)
+            if found is not None:
+                program, wrong, again = smaller, found, True
+                break
+    return program, wrong
+
+
+def fails(program: Program, wrong: Wrong) -> Wrong | None:
+    try:
+        check(program)
+    except Wrong as found:
+        return found if found.kind[:40] == wrong.kind[:40] else None
+    except Exception:
+        return None
+    return None
+
+
+def candidates(program: Program) -> Iterator[Program]:
+    """With a shorter word first."""
+    changes = [{"word": rest} for rest in without_one(program.word)]
+    changes += [{"parts": rest} for rest in without_one(program.parts)]
+    changes += [{"options": rest} for rest in without_one(program.options)]
+    changes += [{"nan": False}] * program.nan
+    if program.verb not in BODILESS and program.core != "decaying":
+        changes += [{"core": "decaying"}, {"core": "matmul"}] if program.core != "matmul" else [{"core": "decaying"}]
+    for n, letter in enumerate(program.word):
+        simpler = {"hessian": "grad", "vjp of some": "grad", "shard_map w": "shard_map"}.get(letter)
+        if simpler:
+            changes.append({"word": (*program.word[:n], simpler, *program.word[n + 1 :])})
+    for change in changes:
+        smaller = replace(program, **change)
+        if not why_not(smaller):
+            yield smaller
+
+
+def without_one(items: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    return (tuple(rest) for rest in itertools.combinations(items, len(items) - 1)) if items else iter(())
+
+
+__all__ = ["KEYWORDS", "Program", "Refused", "Skipped", "Wrong", "check", "draw_program", "passed", "shrink", "why_not"]
