@@ -90,6 +90,11 @@ def number(a: Any, like: Any) -> Any:
     return jnp.asarray(a).astype(like.dtype)
 
 
+@part("m of weights")
+def _(s: Any) -> None:
+    s.term = s.w[:1] * jnp.ones_like(s.m)
+
+
 @part("axis_index", is_linear=True)
 def _(s: Any) -> None:
     s.term = s.term * (1 + number(lax.axis_index("i"), s.term))

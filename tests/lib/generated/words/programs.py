@@ -46,9 +46,9 @@ class Program(Brief):
     nan: bool = False
 
     @property
-    def is_tied(self) -> bool:
-        """Whether the carry has to vary over a mesh before the loop as it does after a step."""
-        return any(letter in SPLITS for letter in self.word)
+    def split(self) -> tuple[str, ...]:
+        """Which arguments vary over a mesh, in a `shard_map` that knows it."""
+        return next((SPLITS[letter] for letter in self.word if letter in SPLITS), ())
 
     def in_jit(self) -> Program:
         """The program compiled as a whole, unless what surrounds it looks at each value."""
@@ -98,7 +98,7 @@ def why_not(program: Program) -> str:
         "one mesh": len(meshes) > 1,
         "two maps": len(maps) + word.count("in map") > 2,
         "an axis": of_axis and not maps,
-        "an axis within a mesh": of_axis and maps and meshes and word.index(meshes[0]) > max(word.index(name) for name in maps),
+        "an axis and a mesh, which JAX confuses": of_axis and meshes,
         "what is not linear": "check_finite" in options and {"linear_transpose", "loop as rule"} & {*word},
         "a mesh": {*parts} & {*OF_THE_MESH} and not meshes,
         "a core of another verb": program.core not in (verbs.FACTORS if verb in BODILESS else CORES),
@@ -112,10 +112,10 @@ def why_not(program: Program) -> str:
         "keywords of rows": {"valid", "first"} & {*parts} and verb not in ("mask_scan", "rows_while_scan"),
         "rows meet, and have stopped": "valid" in parts and verb != "mask_scan",
         "keys per step": "key" in parts and verb == "fori" and "reverse" in options,
-        "rows that move": "compact" in options and ({"key", "closure of init"} & {*parts} or "OfRows" in options),
+        "rows that move": "compact" in options and {"key", "closure of init"} & {*parts},
         "padding that is known": program.nan and not (verb in ("mask_scan", "linear_scan", "fold") and has_padding(program)),
         "padding that stays": program.nan and {"in while_loop"} & {*word},
-        "a fill for integers": False,
+        "no check of values over devices": "check_finite" in options and meshes,
     }  # fmt: skip
     return next((text for text, holds in checks.items() if holds), "")
 

@@ -186,13 +186,16 @@ def run_of(program: Any, *, by_hand: bool) -> Run:
 
 
 def init_of(program: Any, given: Any) -> dict[str, Any]:
-    """The carry. Within a typed `shard_map`, the loop by hand needs one that varies as the step's result does."""
-    h, still = given["h"], jnp.zeros((), given["h"].dtype)
-    if program.is_tied:
-        first = given["x"][0]
-        still = 0 * (jnp.where(jnp.isfinite(first), first, 0)[:, :1] + given["w"][0, 0] + h[:, :1])
-    m = still + jnp.zeros((ROWS, UNITS), h.dtype) if program.core in LINEAR_CORES else still + jnp.full((ROWS, UNITS), 0.5, h.dtype)  # fmt: skip
-    init = {"h": h + still, "m": m, "n": jnp.zeros(ROWS, jnp.int32)}
+    """The carry. The loop by hand needs one that varies over a mesh as what the step returns does."""
+    h = given["h"]
+    of_w, of_h, of_x = (lax.stop_gradient(0 * given[name].ravel()[0]) if name in program.split else None for name in "whx")
+    if of_x is not None:
+        of_x = jnp.where(jnp.isfinite(of_x), of_x, 0)  # x may begin with padding
+    m = jnp.full((ROWS, UNITS), 0.0 if program.core in LINEAR_CORES else 0.5, h.dtype)
+    for tie in (of_w, of_h, of_x):
+        h = h if tie is None else h + tie
+        m = m if tie is None or (tie is not of_w and "m of weights" in program.parts) else m + tie
+    init = {"h": h, "m": m, "n": jnp.zeros(ROWS, jnp.int32)}
     if "handed on" in program.parts:
         init["kept"] = 0.5 * h
     if program.verb in ("while_scan", "rows_while_scan"):
@@ -349,7 +352,7 @@ def outputs(ys: Any, valid: Any, options: dict[str, Any]) -> Any:
 def linear(program: Any, given: Any, options: dict[str, Any], by_hand: bool) -> list[Any]:
     """The recurrence that is `program.core`, with a state that is h."""
     w, b, h = given["w"], given["x"], given["h"]
-    if program.is_tied:
+    if program.split:
         h = init_of(program, given)["h"]
     matrix = "matrix" in options
     kind = program.core
