@@ -2,7 +2,7 @@
 
 Every cell of the table is run (tests/lib/works): a verb with one option under each transform of JAX, and each two
 options together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal.
-With `--page` nothing is run, and the page and the text are made of the data that is there.
+With `--only OPTION` only its cells are run. With `--page` nothing is run, and the page and the text are made of the data that is there.
 
 What stands in the page between `<!-- works: NAME -->` and `<!-- /works -->` is made here, and the rest by hand. NAME is
 `options` or `transforms`. The text has a part for each verb: which of its options go together, and what is refused.
@@ -210,9 +210,11 @@ def quoted(line: str) -> str:
 # Running.
 
 
-def run(verb: str) -> dict[str, Any]:
-    """All cells of a verb."""
+def run(verb: str, only: str | None = None) -> dict[str, Any]:
+    """All cells of a verb, or those with one option: of the others the data stays."""
     began, cells = time.perf_counter(), table.cells(verb)
+    old = json.loads(DATA.read_text())["verbs"].get(verb) if only else None
+    cells = [cell for cell in cells if only is None or only in cell.forms]
     outcomes = {}
     for n, cell in enumerate(cells):
         if n % 100 == 0:
@@ -221,9 +223,13 @@ def run(verb: str) -> dict[str, Any]:
         outcomes[key(cell)] = table.outcome(cell)
     bad = {name: outcome for name, outcome in outcomes.items() if outcome != EQUAL}
     faults = sum(map(fault, bad.values()))
+    if old is not None:
+        kept = {name: outcome for name, outcome in old["not equal"].items() if name not in outcomes}
+        order = [key(cell) for cell in table.cells(verb)]
+        bad = {name: (bad | kept)[name] for name in order if name in bad or name in kept}
     took = f"{time.perf_counter() - began:.0f} s"
     sys.stdout.write(f"{verb}: {len(cells)} cells, {len(bad)} not equal, {faults} faults, {took}\n")
-    return {"cells": len(cells), "not equal": bad}
+    return {"cells": len(table.cells(verb)), "not equal": bad}
 
 
 def main() -> None:
@@ -231,11 +237,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("verbs", nargs="*", choices=[[], *table.VERBS])
     parser.add_argument("--page", action="store_true", help="make the page of the data that is there")
+    parser.add_argument("--only", metavar="OPTION", help="run the cells with this option alone, and keep the others")
     given = parser.parse_args()
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for verb in [] if given.page else given.verbs or table.VERBS:
-        write(verb, run(verb))
+        write(verb, run(verb, given.only))
     data = json.loads(DATA.read_text())
     PAGE.write_text(page_of(PAGE.read_text(), data))
     TEXT.write_text(text_of(data))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .example import KEY, D, Form, Given, State, Verb, Y, body_of, carried, cell, drawn, has, start, values
+from .example import KEY, OWN, D, Form, Given, State, Verb, Y, body_of, carried, cell, drawn, has, start, values
 from .loops import COSTS, OUTPUTS, PART, SILENT
 
 LAYERS = 5
@@ -38,6 +38,7 @@ FORMS = {
     "progress": Form("progress", {"progress": SILENT}, free=True),
     "custom carry": Form("custom carry", how=has("ema")),
     "annotated body": Form("annotated body", how=has("annotated")),
+    **OWN,
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from treescan import Remat
 from treescan.meters import AbstractProgressMeter, Progress
 
-from .example import KEY, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
+from .example import KEY, OWN, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ SHARED = {
     "static leaf": Form("static leaf", how=has("static")),
     "custom carry": Form("custom carry", how=has("ema")),
     "annotated body": Form("annotated body", how=has("annotated")),
+    **OWN,
 }
 CHECKED = {
     **SHARED,
@@ -126,7 +127,7 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 GIVEN = {"w": drawn(0, D, D), "h": abs(drawn(1, D)), "a": drawn(2, T, D), "b": drawn(3, T, D)}
 FORI = {name: form for name, form in CHECKED.items() if form.option in (
     "reverse", "unroll", "progress", "check_finite", "key", "static leaf", "custom carry",
-    "annotated body")}  # fmt: skip
+    "annotated body", "options")}  # fmt: skip
 WHILE = {
     **CHECKED,
     **PART,

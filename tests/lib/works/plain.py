@@ -83,12 +83,23 @@ def crosses(before: int | None, now: int, truncate: int | None) -> bool:
     return truncate is not None and before is not None and before // truncate != now // truncate
 
 
+# Options of strangers.
+
+
+def by_options(options: Iterable[Any], carry: Any, position: int) -> Any:
+    """The carry that a body is given: as each option leaves it, the last one first."""
+    for option in reversed(list(options)):
+        carry = option.plainly(carry, position)
+    return carry
+
+
 # scan, fold, accumulate, fori.
 
 
 def scan(
     f: Body, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False, *, in_axes: Any = 0,
-    out_axes: Any = 0, key: Any = None, save: Any = "all", truncate: int | None = None, offset: int = 0, **costs: Any,
+    out_axes: Any = 0, key: Any = None, save: Any = "all", truncate: int | None = None, offset: int = 0,
+    options: Any = (), **costs: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     count = length if length is not None else steps_in(xs, in_axes)
     assert count is not None
@@ -96,6 +107,7 @@ def scan(
     for position in reversed(range(count)) if reverse else range(count):
         if crosses(before, offset + position, truncate):
             carry = each(jax.lax.stop_gradient, carry)
+        carry = by_options(options, carry, position)
         carry, ys[position] = f(carry, at(xs, in_axes, position), **keyword(key, offset + position))
         before = offset + position
     last = ys[0 if reverse else count - 1]
@@ -116,13 +128,13 @@ def accumulate(f: Body, init: Any, xs: Any = None, length: int | None = None, **
 
 def fori(
     lower: Any, upper: Any, f: Body, init: Any, *, max_length: int | None = None, reverse: bool = False,
-    key: Any = None, **costs: Any,
+    key: Any = None, options: Any = (), **costs: Any,
 ) -> Any:  # fmt: skip
     first, end = int(lower), int(upper)
     indices = range(first, end if max_length is None else min(end, first + max_length))
     carry = init
     for i in reversed(indices) if reverse else indices:
-        carry = f(jnp.asarray(i), carry, **keyword(key, i - first))
+        carry = f(jnp.asarray(i), by_options(options, carry, i - first), **keyword(key, i - first))
     return carry
 
 
@@ -139,7 +151,7 @@ class Ended(NamedTuple):
 def while_scan(
     cond: Callable[[Any], Any], f: Body, init: Any, xs: Any = None, *, max_length: int | None = None, fill: Any = 0,
     reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all",
-    offset: int = 0, **costs: Any,
+    offset: int = 0, options: Any = (), **costs: Any,
 ) -> Ended:  # fmt: skip
     most = max_length if max_length is not None else steps_in(xs, in_axes)
     assert most is not None
@@ -147,6 +159,7 @@ def while_scan(
     for position in reversed(range(most)) if reverse else range(most):
         if not cond(carry):
             break
+        carry = by_options(options, carry, position)
         carry, last = f(carry, at(xs, in_axes, position), **keyword(key, offset + position))
         ys[position], steps = last, steps + 1
     if last is None:  # no step is taken
@@ -222,7 +235,8 @@ def mask_scan(
     f: Body, init: Any, xs: Any = None, *, lengths: Any = None, mask: Any = None, resets: Any = None,
     reset_to: Any = None, time_axis: int = 0, length: int | None = None, fill: Any = 0, carry_axes: Any = 0,
     x_axes: Any = 0, y_axes: Any = 0, reverse: bool = False, in_axes: Any = None, out_axes: Any = None, key: Any = None,
-    save: Any = "all", truncate: int | None = None, offset: int = 0, tells_first: bool = False, **costs: Any,
+    save: Any = "all", truncate: int | None = None, offset: int = 0, tells_first: bool = False,
+    options: Any = (), **costs: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     in_axes = time_axis if in_axes is None else in_axes
     out_axes = time_axis if out_axes is None else out_axes
@@ -254,6 +268,7 @@ def mask_scan(
                 state = without_rows(starts[row], carry_axes, state)
             x = row_of(at(xs, in_axes, position), x_axes, row)
             told = {"first": jnp.asarray(begun or (before[row] is None and not offset))} if tells_first else {}
+            state = by_options(options, state, position)
             states[row], outputs[position][row] = f(state, x, **keyword(key, offset + position), **told)
             before[row] = position
         if running:
@@ -302,13 +317,36 @@ def _choose(fill: Any, held: Any, empty: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(held), [old if kind == "hold" else new for old, new, kind in leaves])
 
 
+# linear_scan, which is a mask_scan of one body.
+
+
+def linear_scan(
+    a: Any, b: Any, init: Any = None, *, lengths: Any = None, mask: Any = None, resets: Any = None, time_axis: int = 0,
+    matrix: bool = False, save: Any = "all", method: Any = None, remat: Any = None, **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    def step(h: Any, x: Any) -> tuple[Any, Any]:
+        h = (x[0] @ h if matrix else x[0] * h) + x[1]
+        return h, h
+
+    b = jnp.moveaxis(b, time_axis, 0)
+    own = (*b.shape, b.shape[-1]) if matrix else b.shape
+    a = jnp.broadcast_to(a if jnp.ndim(a) == 0 else jnp.moveaxis(a, time_axis, 0), own)
+    if lengths is None and mask is None and resets is None:
+        lengths = np.full(b.shape[1], len(b))
+    mask, resets = (None if flags is None else np.moveaxis(flags, time_axis, 0) for flags in (mask, resets))
+    init = jnp.zeros(b.shape[1:], b.dtype) if init is None else init
+    rows = {"lengths": lengths, "mask": mask, "resets": resets}
+    last, hs = mask_scan(step, init, (a, b), **rows, save="last" if save == "last" else "all", **options)
+    return last, None if save is None else hs if save == "last" else jnp.moveaxis(hs, 0, time_axis)
+
+
 # scan_layers and fold_layers.
 
 
 def scan_layers(
     block: Any, x: Any, layers: Any, xs: Any = None, *, state: Any = None, args: tuple[Any, ...] = (),
     reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all", offset: int = 0,
-    **costs: Any,
+    options: Any = (), **costs: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     pattern = isinstance(block, list)
     blocks, stacks = (block, layers) if pattern else ([block], [layers])
@@ -322,6 +360,7 @@ def scan_layers(
     for number, (n, which) in reversed(list(enumerate(turns))) if reverse else enumerate(turns):
         share = () if own[which] is None else (at(own[which], in_axes, n),)
         share = (*share, at(states[which], 0, n)) if states else share
+        x = by_options(options, x, number)
         x, *new, lasts[which] = blocks[which](
             at(stacks[which], 0, n), x, *share, *args, **keyword(key, offset + number)
         )

@@ -18,7 +18,7 @@ import numpy as np
 import treescan
 from treescan.types import FiniteReport
 
-from . import layers, lifted, loops, plain, rows
+from . import layers, lifted, linear, loops, plain, rows
 from .columns import COLUMNS
 from .example import KEY, Form, Given, Verb, has
 from .meshes import MESHES
@@ -29,7 +29,7 @@ PAIRED = "grad"  # the transform under which options are paired
 LINEAR = "linear_transpose"
 FEW = ("eager", "jit", "grad", "jvp", "vmap of grad")
 NOTHING = "no option"
-VERBS: dict[str, Verb] = {**loops.VERBS, **rows.VERBS, **layers.VERBS, **lifted.VERBS}
+VERBS: dict[str, Verb] = {**loops.VERBS, **rows.VERBS, **linear.VERBS, **layers.VERBS, **lifted.VERBS}
 TOLERANCE = 2e-5
 TRANSFORMS = {**OF_JAX, "Explicit mesh": MESHES["Explicit mesh, rows and features"]}
 _ALL = {**TRANSFORMS, **MESHES, **COLUMNS}

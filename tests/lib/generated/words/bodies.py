@@ -123,7 +123,7 @@ def _(s: Any) -> None:
 
 @part("ppermute", is_linear=True)
 def _(s: Any) -> None:
-    s.term = lax.ppermute(s.term, "i", [(n, n + 1) for n in range(COUNT - 1)])  # the first is given zeros
+    s.term = lax.ppermute(s.term, "i", [(n, (n + 1) % COUNT) for n in range(COUNT)])
 
 
 @part("psum_scatter", is_linear=True)
