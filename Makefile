@@ -55,16 +55,18 @@ test-site: docs .venv/.group-site ## Tries the built documentation in the Chromi
 fuzz: .venv/.group-test ## Runs CASES fresh random programs of SEED against a plain loop; keeps those that fail.
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --cases $(CASES) $(if $(SEED),--seed $(SEED))
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.decisions --cases $(CASES) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.words --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 # A merge is not held up by a program that nobody has seen before: the tests have those of known seeds.
 fuzz-ci: .venv/.group-test
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 1.5 --report --no-shrink $(if $(SEED),--seed $(SEED))
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.decisions --minutes 0.5 --report $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.words --minutes 1 --report --no-shrink $(if $(SEED),--seed $(SEED))
 
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake;
 # so do the pages.
 ONE_RELEASE = $(BESIDE_PAGES) \
-	$(foreach name,flags generated leaks primitives what_works,--ignore tests/promises/test_$(name).py)
+	$(foreach name,flags generated leaks primitives what_works words,--ignore tests/promises/test_$(name).py)
 
 # Each test function runs on these releases, and an eighteenth of its cases: all cases run on the main one.
 test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 18

@@ -2,7 +2,8 @@
 
 Every cell of the table is run (tests/lib/works): a verb with one option under each transform of JAX, and each two
 options together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal.
-With `--only OPTION` only its cells are run. With `--page` nothing is run, and the page and the text are made of the data that is there.
+With `--only OPTION` only its cells are run. With `--page` nothing is run, and the page and the text are made of the
+data that is there.
 
 What stands in the page between `<!-- works: NAME -->` and `<!-- /works -->` is made here, and the rest by hand. NAME is
 `options` or `transforms`. The text has a part for each verb: which of its options go together, and what is refused.

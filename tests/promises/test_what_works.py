@@ -71,6 +71,13 @@ def test_a_share_of_the_cells(verb: str, process: str) -> None:
     hold([cell for cell in everyday(verb) if here(cell)])
 
 
+@PROCESS
+@pytest.mark.parametrize("verb", table.VERBS)
+@pytest.mark.quick
+def test_each_verb_under_each_transform(verb: str, process: str) -> None:
+    hold([cell for cell in table.singles(verb) if not cell.forms and here(cell)])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
 @PROCESS

@@ -1,8 +1,7 @@
 """What the table's examples are made of: a small cell, its state, and the forms in which each option is given."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from treescan.carries import Ema, ema
-from treescan.options import Option, Slot
 
 from . import plain
 
@@ -147,26 +145,3 @@ def flag(given: Given) -> Any:
 
 
 KEY = jax.random.key(7)
-
-
-@dataclasses.dataclass(frozen=True)
-class Faded(Option):
-    """An option of a stranger: the state that each step receives is scaled by a number of its own."""
-
-    SCALE: ClassVar[Slot[Any]] = Slot("works.scale", rows=False)
-
-    def scales(self, length: int) -> Any:
-        return jnp.cos(jnp.arange(length, dtype=jnp.float32) / 4)
-
-    def __call__(self, step: Any, consts: Any, state: Any, feed: Any) -> Any:
-        return step(consts, state._replace(h=state.h * self.SCALE.of(feed)), feed)
-
-    def feeds(self, length: int) -> Mapping[Slot[Any], Any]:
-        return {self.SCALE: self.scales(length)}
-
-    def plainly(self, state: Any, position: int) -> Any:
-        """The state that the body is given at a position, by hand."""
-        return state._replace(h=state.h * self.scales(position + 1)[position])
-
-
-OWN = {"options": Form("options", {"options": [Faded()]})}

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .example import KEY, OWN, D, Form, Given, State, Verb, Y, body_of, carried, cell, drawn, has, start, values
+from .example import KEY, D, Form, Given, State, Verb, Y, body_of, carried, cell, drawn, has, start, values
 from .loops import COSTS, OUTPUTS, PART, SILENT
+from .own import OWN
 
 LAYERS = 5
 

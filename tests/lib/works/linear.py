@@ -11,7 +11,7 @@ import treescan
 
 from . import plain
 from .example import Form, Given, T, Verb, has
-from .rows import B, GIVEN, LENGTHS, MASK, RESETS, VALID, _lengths
+from .rows import GIVEN, LENGTHS, MASK, RESETS, VALID, B, lengths_by_weights
 
 FORMS = {
     "lengths": Form("lengths", how=has("lengths")),
@@ -54,7 +54,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         if name in passed:
             passed[name] = np.moveaxis(passed[name], 0, axis)
     if "traced" in how:
-        passed["lengths"] = _lengths(given)
+        passed["lengths"] = lengths_by_weights(given)
     elif {"lengths", "padded"} & how:
         passed["lengths"] = LENGTHS
     a, b = _factors(given, options, how), given["a"] + given["b"]

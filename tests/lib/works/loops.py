@@ -10,7 +10,8 @@ import numpy as np
 from treescan import Remat
 from treescan.meters import AbstractProgressMeter, Progress
 
-from .example import KEY, OWN, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
+from .example import KEY, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
+from .own import OWN
 
 
 @dataclasses.dataclass(frozen=True)

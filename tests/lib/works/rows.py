@@ -118,13 +118,13 @@ def _first_row(leaf: Any) -> Any:
 def _good(options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
     """Where xs are read, bool[T, B, 1]."""
     if "traced" in how:
-        return (jnp.arange(T)[:, None] < _lengths(given)[None])[..., None]
+        return (jnp.arange(T)[:, None] < lengths_by_weights(given)[None])[..., None]
     if "mask" in options:
         return options["mask"][..., None]
     return np.ones_like(VALID)[..., None] if "no lengths" in how else VALID[..., None]
 
 
-def _lengths(given: Given) -> Any:
+def lengths_by_weights(given: Given) -> Any:
     return jnp.where(flag(given), jnp.asarray(LENGTHS), jnp.asarray([1, 5, 3]))
 
 
@@ -134,7 +134,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         if name in passed:
             passed[name] = passed[name][:, 0] if one else np.moveaxis(passed[name], 0, passed.get("time_axis", 0))
     if "mask" not in passed and "no lengths" not in how:
-        lengths = (_lengths(given) if "traced" in how else LENGTHS) + passed.get("offset", 0)
+        lengths = (lengths_by_weights(given) if "traced" in how else LENGTHS) + passed.get("offset", 0)
         passed["lengths"] = lengths[0] if one else lengths
     given = {name: leaf if not one or name == "w" else _first_row(leaf) for name, leaf in given.items()}
     carry_axes = _axes(options, "carry_axes", State)

@@ -31,6 +31,8 @@ def main() -> int:
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     jax.config.update("jax_disable_most_optimizations", True)  # what is looked for is wrong in any compilation
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
     began, seen, skips, refusals = time.monotonic(), *(collections.Counter() for _ in range(3))
     failures = collections.defaultdict(list)
     print(f"seed {given.seed}", flush=True)

@@ -262,8 +262,8 @@ def _(s: Any) -> None:
     s.h = s.h + 0.1 * s.kept
 
 
-OF_THE_AXIS = tuple(name for name in PARTS if name.startswith(("axis_index", "psum", "all_", "ppermute", "random bits")) or name.endswith("on the axis"))  # fmt: skip
 OF_THE_MESH = tuple(name for name in PARTS if name.endswith("of the mesh"))
+OF_THE_AXIS = ("axis_index", "axis_index in h", "random bits of the axis", "cond on the axis", "psum", "all_gather", "ppermute", "psum_scatter", "all_to_all")  # fmt: skip
 MIXING = ("psum", "all_gather", "ppermute", "psum_scatter", "all_to_all", "psum of the mesh")
 """Those in which mapped elements meet, so that all of them have to take the same steps."""
 KEYWORDS = ("key", "valid", "first")
@@ -276,8 +276,12 @@ def body_of(core: str, parts: tuple[str, ...], given: Any) -> Callable[..., Any]
     is_linear = core in LINEAR_CORES
 
     def step(carry: Any, x: Any, **keywords: Any) -> Any:
-        s = SimpleNamespace(w=w, h=carry["h"], m=carry["m"], n=carry["n"], kept=carry.get("kept"), x=x["x"], term=x["x"])
-        vars(s).update(keywords, given_x=x["x"], tokens=x["tokens"], closed=closed, start=start, ys={}, core=CORES[core])
+        s = SimpleNamespace(
+            w=w, h=carry["h"], m=carry["m"], n=carry["n"], kept=carry.get("kept"), x=x["x"], term=x["x"]
+        )
+        vars(s).update(
+            keywords, given_x=x["x"], tokens=x["tokens"], closed=closed, start=start, ys={}, core=CORES[core]
+        )
         for name in parts:
             PARTS[name](s)
         h, m = s.core(s.w, s.h, s.x), 0.9 * s.m + 0.1 * s.term

@@ -89,7 +89,9 @@ def why_not(program: Program) -> str:
     maps, meshes = [n for n in word if n in MAPS], [n for n in word if n.startswith("shard_map")]
     given = [OPTIONS[verb][name] for name in options]
     keys = [key for option in given for key in option]
-    of_axis = {*parts} & {*OF_THE_AXIS} or "by the axis" in options or (verb in BODILESS and program.core == "of the axis")
+    of_axis = (
+        {*parts} & {*OF_THE_AXIS} or "by the axis" in options or (verb in BODILESS and program.core == "of the axis")
+    )
     mixing = {*parts} & {*MIXING}
     reverse = {*word} & {*REVERSE} or any(name.startswith("grad") for name in word)
     checks: dict[str, Any] = {
@@ -106,15 +108,17 @@ def why_not(program: Program) -> str:
         "one mention of each": len({*keys}) < len(keys) or len({*parts}) < len(parts),
         "derivatives of a linear loop": {"linear_transpose", "loop as rule"} & {*word} and not keeps_linear(program),
         "no reverse over a while_loop": "in while_loop" in word and reverse,
+        "a rule for reverse mode alone": any(name.startswith(FORWARD) for name in word[: outside_of_rules(program)]),
         "only so many derivatives": sum(map(order, word)) > 2,
         "elements meet, and take other steps": mixing
-        and ({"traced lengths", "by value", "by the axis"} & {*options} or verb == "fori" or "vmap w" in word and verb == "mask_scan"),
+        and ({"traced lengths", "by value", "by the axis"} & {*options} or (verb == "fori" and mixing - {*OF_THE_MESH}) or ("vmap w" in word and verb == "mask_scan")),
         "keywords of rows": {"valid", "first"} & {*parts} and verb not in ("mask_scan", "rows_while_scan"),
         "rows meet, and have stopped": "valid" in parts and verb != "mask_scan",
         "keys per step": "key" in parts and verb == "fori" and "reverse" in options,
         "rows that move": "compact" in options and {"key", "closure of init"} & {*parts},
         "padding that is known": program.nan and not (verb in ("mask_scan", "linear_scan", "fold") and has_padding(program)),
         "padding that stays": program.nan and {"in while_loop"} & {*word},
+        "JAX looks for NaN on one device alone": "debug_nans" in word and meshes,
         "no check of values over devices": "check_finite" in options and meshes,
     }  # fmt: skip
     return next((text for text, holds in checks.items() if holds), "")
@@ -132,6 +136,13 @@ def keeps_linear(program: Program) -> bool:
     return program.is_linear and all(name in KEEP_LINEAR for name in program.word[place + 1 :])
 
 
+def outside_of_rules(program: Program) -> int:
+    """How many transformations surround a `custom_vjp`: of the body or of the user."""
+    inside = len(program.word) if "custom_vjp" in program.parts else 0
+    return max([inside, *(n for n, name in enumerate(program.word) if name == "custom_vjp")])
+
+
+FORWARD = ("jvp", "linearize", "hessian", "custom_jvp")
 WEIGHTS = {"jit": 5, "grad": 5, "in while_loop": 1, "vmap none": 3, "vmap w": 3, "hessian": 2}
 OF_VERBS = {"mask_scan": 6, "while_scan": 4, "scan": 3, "linear_scan": 3, "rows_while_scan": 3}
 

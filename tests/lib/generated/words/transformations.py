@@ -151,7 +151,9 @@ def custom_jvp(run: Run) -> Run:
 
 def custom_vjp(run: Run) -> Run:
     own = jax.custom_vjp(lambda given: floats(run(given)))
-    own.defvjp(lambda given: jax.vjp(lambda given: floats(run(given)), given), lambda pull, cotangents: pull(cotangents))
+    own.defvjp(
+        lambda given: jax.vjp(lambda given: floats(run(given)), given), lambda pull, cotangents: pull(cotangents)
+    )
     return own
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -43,10 +44,11 @@ class Fed(Option):
     reads: bool = True
 
     def __call__(self, step: Any, consts: Any, state: Any, feed: Any) -> Any:
-        x = feed.x
-        if self.reads:
-            x = x | {"x": x["x"] * number(self.SCALE.of(feed), x["x"])} if isinstance(x, dict) else x
-        return step(consts, state, feed._replace(x=x))
+        if not self.reads:
+            return step(consts, state, feed)
+        x = feed.x[0] if isinstance(feed.x, tuple) else feed.x  # layers are arguments of a block
+        x = x | {"x": x["x"] * number(self.SCALE.of(feed), x["x"])}
+        return step(consts, state, feed._replace(x=(x,) if isinstance(feed.x, tuple) else x))
 
     def feeds(self, length: int) -> Mapping[Slot[Any], Any]:
         return {self.SCALE: scales(length)}
@@ -134,8 +136,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         **{name: OF_ROWS[name] for name in OF_ROWS if name != "save=4"}, "lengths": {"lengths": LENGTHS}, "chunked": {"method": "chunked"}, "parallel": {"method": "parallel"},
         "remat=8": {"remat": 8}, "matrix": {"matrix": True},
     },
-    "scan_layers": {name: OF_SCAN[name] for name in OF_SCAN if name != "truncate"},
-    "fold_layers": {name: OF_SCAN[name] for name in OF_SCAN if name != "truncate" and not name.startswith("save")},
+    "scan_layers": {name: OF_SCAN[name] for name in OF_SCAN if name not in ("truncate", "remat=auto")},
+    "fold_layers": {name: OF_SCAN[name] for name in OF_SCAN if not name.startswith(("save", "truncate", "remat=auto"))},
 }  # fmt: skip
 FACTORS = ("number", "of x", "of weights", "of the axis")
 """In the place of a body's core, for `linear_scan`: what a is."""
@@ -171,7 +173,7 @@ def run_of(program: Any, *, by_hand: bool) -> Run:
         options = passed(program)
         if options.get("lengths") is not None:
             is_traced = isinstance(options["lengths"], str)
-            options["lengths"] = jnp.where(jnp.sum(given["w"]) > -99, LENGTHS, OTHERS) if is_traced else LENGTHS
+            options["lengths"] = jnp.where(jnp.sum(given["w"]) > 0, LENGTHS, OTHERS) if is_traced else LENGTHS
         if program.verb == "linear_scan":
             return linear(program, given, options, by_hand)
         init, xs = init_of(program, given), {"x": given["x"], "tokens": jnp.asarray(TOKENS)}
@@ -180,7 +182,9 @@ def run_of(program: Any, *, by_hand: bool) -> Run:
         if "key" in program.parts:
             options["key"] = jax.random.key(KEY)
         verb = hand if by_hand else library
-        return jax.tree.leaves(verb(program.verb, body_of(program.core, program.parts, given), init, xs, given, options))
+        return jax.tree.leaves(
+            verb(program.verb, body_of(program.core, program.parts, given), init, xs, given, options)
+        )
 
     return run
 
@@ -188,13 +192,11 @@ def run_of(program: Any, *, by_hand: bool) -> Run:
 def init_of(program: Any, given: Any) -> dict[str, Any]:
     """The carry. The loop by hand needs one that varies over a mesh as what the step returns does."""
     h = given["h"]
-    of_w, of_h, of_x = (lax.stop_gradient(0 * given[name].ravel()[0]) if name in program.split else None for name in "whx")
-    if of_x is not None:
-        of_x = jnp.where(jnp.isfinite(of_x), of_x, 0)  # x may begin with padding
+    ties = {name: lax.stop_gradient(0 * given[name][(0,) * given[name].ndim]) for name in program.split}
     m = jnp.full((ROWS, UNITS), 0.0 if program.core in LINEAR_CORES else 0.5, h.dtype)
-    for tie in (of_w, of_h, of_x):
-        h = h if tie is None else h + tie
-        m = m if tie is None or (tie is not of_w and "m of weights" in program.parts) else m + tie
+    for name, tie in ties.items():
+        h = h + tie
+        m = m if name != "w" and "m of weights" in program.parts else m + tie
     init = {"h": h, "m": m, "n": jnp.zeros(ROWS, jnp.int32)}
     if "handed on" in program.parts:
         init["kept"] = 0.5 * h
@@ -223,7 +225,7 @@ def library(verb: str, body: Any, init: Any, xs: Any, given: Any, options: dict[
         cond = condition(options.pop("cond"), verb == "rows_while_scan")
         return tuple(treescan.while_scan(cond, body, init, xs, **options)[:3])
     if verb == "fori":
-        upper = jnp.where(jnp.sum(given["w"]) > -99, 30, 40)
+        upper = jnp.where(jnp.sum(given["w"]) > 0, 30, 40)
         at = functools.wraps(body)(lambda i, c, **keys: body(c, jax.tree.map(lambda a: a[i], xs), **keys)[0])
         at.__signature__ = flipped(body, "i")
         return treescan.fori(0, upper, at, init, max_length=STEPS, **options)
@@ -249,17 +251,17 @@ def flipped(body: Any, first: str) -> Any:
 def hand(verb: str, body: Any, init: Any, xs: Any, given: Any, options: dict[str, Any]) -> Any:
     """What the verb means."""
     rows, going, valid = verb != "while_scan", None, None
-    steps = jnp.arange(STEPS)
+    steps = jnp.arange(STEPS, dtype=jnp.int32)
     if verb in ("while_scan", "rows_while_scan"):
         going = condition(options["cond"], rows)
         count = options.get("max_length", STEPS)
         xs, steps = jax.tree.map(lambda a: a[:count], xs), steps[:count]
     elif verb == "fori":
-        valid = steps < jnp.where(jnp.sum(given["w"]) > -99, 30, 40)
+        valid = steps < jnp.where(jnp.sum(given["w"]) > 0, 30, 40)
     elif options.get("mask") is not None:
         valid = jnp.asarray(options["mask"])
     elif options.get("lengths") is not None:
-        valid = steps[:, None] < options["lengths"]
+        valid = steps[:, None] < options["lengths"][None]
     for option in options.get("options", ()):
         if type(option) in (Fed, OfRows) and option.reads:
             scale = number(scales(len(steps)), xs["x"])[:, None, None]
@@ -335,7 +337,9 @@ def outputs(ys: Any, valid: Any, options: dict[str, Any]) -> Any:
         if valid is None:
             return y[0 if reverse else -1] if save == "last" else y[3::4] if save == 4 else y
         steps = jnp.arange(count).reshape(-1, *[1] * (valid.ndim - 1))
-        place = (lax.cummin if reverse else lax.cummax)(jnp.where(valid, steps, count if reverse else -1), reverse=reverse)
+        place = (lax.cummin if reverse else lax.cummax)(
+            jnp.where(valid, steps, count if reverse else -1), reverse=reverse
+        )
         known = (place >= 0) & (place < count)
         place = jnp.clip(place, 0, count - 1)
         held = jnp.take_along_axis(y, place.reshape(place.shape + (1,) * (y.ndim - place.ndim)), 0)
@@ -350,36 +354,31 @@ def outputs(ys: Any, valid: Any, options: dict[str, Any]) -> Any:
 
 
 def linear(program: Any, given: Any, options: dict[str, Any], by_hand: bool) -> list[Any]:
-    """The recurrence that is `program.core`, with a state that is h."""
-    w, b, h = given["w"], given["x"], given["h"]
-    if program.split:
-        h = init_of(program, given)["h"]
-    matrix = "matrix" in options
-    kind = program.core
-    a = {"number": 0.5, "of x": jnp.tanh(b), "of weights": jnp.tanh(w[:1, None]), "of the axis": 0.5}[kind]
-    if kind == "of the axis":
+    """The recurrence whose factors are `program.core`, and whose state is h."""
+    w, b, h = given["w"], given["x"], init_of(program, given)["h"]
+    matrix, valid = "matrix" in options, None
+    if options.get("mask") is not None:
+        valid = jnp.asarray(options["mask"])
+    elif options.get("lengths") is not None:
+        valid = jnp.arange(STEPS, dtype=jnp.int32)[:, None] < options["lengths"][None]
+    good = b if valid is None else choose(valid, b, jnp.zeros_like(b))
+    a = {"number": 0.5, "of x": jnp.tanh(good), "of weights": jnp.tanh(w[:1, None]), "of the axis": 0.5}[program.core]
+    if program.core == "of the axis":
         a = 0.5 + 0.1 * number(lax.axis_index("i"), b)
     if matrix:
-        a = 0.7 * w[None, None] + (0 if kind == "number" else 0.1 * a[..., None] if jnp.ndim(a) else 0.1 * a)
+        a = 0.7 * w[None, None] + 0.1 * (a[..., None] if jnp.ndim(a) else a)
+    if program.nan and program.core == "of x":
+        a = choose(valid, a, jnp.full_like(a, jnp.nan))
     if "reset_to" in options:
         options["reset_to"] = h / 2
     if not by_hand:
         return jax.tree.leaves(treescan.linear_scan(a, b, h, **options))
-    valid = None
-    if options.get("mask") is not None:
-        valid = jnp.asarray(options["mask"])
-    elif options.get("lengths") is not None:
-        valid = jnp.arange(STEPS)[:, None] < options["lengths"]
-    if valid is not None:  # a may be made of padding
-        b = choose(valid, b, jnp.zeros_like(b))
-        if kind == "of x":
-            a = 0.7 * w[None, None] + 0.1 * jnp.tanh(b)[..., None] if matrix else jnp.tanh(b)
     a = jnp.broadcast_to(a, (*b.shape, UNITS) if matrix else b.shape)
 
-    def step(c: Any, x: Any) -> Any:
-        new = jnp.einsum("bij,bj->bi", x["a"], c) + x["x"] if matrix else x["a"] * c + x["x"]
-        return new, new
+    def step(h: Any, x: Any) -> Any:
+        h = jnp.einsum("bij,bj->bi", x["a"], h) + x["x"] if matrix else x["a"] * h + x["x"]
+        return h, h
 
-    step.__signature__ = body_of("linear", (), given).__signature__  # type: ignore[attr-defined]
+    step.__signature__ = inspect.signature(step)  # type: ignore[attr-defined]
     last, hs, alive = masked(step, h, {"a": a, "x": b}, valid, None, options)
     return jax.tree.leaves((last, outputs(hs, alive, options)))
