@@ -2,8 +2,8 @@
 
 Every cell of the table is run (tests/lib/works): a verb with one option under each transform of JAX, and each two
 options together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal.
-With `--only OPTION` only its cells are run. With `--page` nothing is run, and the page and the text are made of the
-data that is there.
+With `--only NAME` only the cells of an option or transform are run. With `--page` nothing is run, and the page and the
+text are made of the data that is there.
 
 What stands in the page between `<!-- works: NAME -->` and `<!-- /works -->` is made here, and the rest by hand. NAME is
 `options` or `transforms`. The text has a part for each verb: which of its options go together, and what is refused.
@@ -212,10 +212,10 @@ def quoted(line: str) -> str:
 
 
 def run(verb: str, only: str | None = None) -> dict[str, Any]:
-    """All cells of a verb, or those with one option: of the others the data stays."""
+    """All cells of a verb, or those with one option or under one transform: of the others the data stays."""
     began, cells = time.perf_counter(), table.cells(verb)
-    old = json.loads(DATA.read_text())["verbs"].get(verb) if only else None
-    cells = [cell for cell in cells if only is None or only in cell.forms]
+    old = json.loads(DATA.read_text())["verbs"][verb]["not equal"] if only else {}
+    cells = [cell for cell in cells if only is None or only in (*cell.forms, cell.transform)]
     outcomes = {}
     for n, cell in enumerate(cells):
         if n % 100 == 0:
@@ -224,13 +224,11 @@ def run(verb: str, only: str | None = None) -> dict[str, Any]:
         outcomes[key(cell)] = table.outcome(cell)
     bad = {name: outcome for name, outcome in outcomes.items() if outcome != EQUAL}
     faults = sum(map(fault, bad.values()))
-    if old is not None:
-        kept = {name: outcome for name, outcome in old["not equal"].items() if name not in outcomes}
-        order = [key(cell) for cell in table.cells(verb)]
-        bad = {name: (bad | kept)[name] for name in order if name in bad or name in kept}
     took = f"{time.perf_counter() - began:.0f} s"
     sys.stdout.write(f"{verb}: {len(cells)} cells, {len(bad)} not equal, {faults} faults, {took}\n")
-    return {"cells": len(table.cells(verb)), "not equal": bad}
+    every = [key(cell) for cell in table.cells(verb)]
+    outcomes = old | dict.fromkeys(outcomes, EQUAL) | bad
+    return {"cells": len(every), "not equal": {n: outcomes[n] for n in every if outcomes.get(n, EQUAL) != EQUAL}}
 
 
 def main() -> None:
@@ -238,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("verbs", nargs="*", choices=[[], *table.VERBS])
     parser.add_argument("--page", action="store_true", help="make the page of the data that is there")
-    parser.add_argument("--only", metavar="OPTION", help="run the cells with this option alone, and keep the others")
+    parser.add_argument("--only", metavar="NAME", help="run the cells of one option or transform, and keep the others")
     given = parser.parse_args()
     jax.config.update("jax_numpy_rank_promotion", "raise")
     jax.config.update("jax_numpy_dtype_promotion", "strict")

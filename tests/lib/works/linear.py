@@ -40,7 +40,7 @@ def _factors(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> A
     weights = jnp.tanh(given["w"])
     if "matrix" in options:
         own = weights[None, None]
-        return own if "linear" in how else own * jnp.cos(given["a"])[..., None]
+        return own if "linear" in how else own * jnp.cos(jnp.sum(given["a"], -1))[..., None, None]
     if "number" in how:
         return 0.5 if "linear" in how else jnp.sum(weights) / 4
     own = weights[:1][None]

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 
+from treescan.carries import Ema
 from treescan.options import Option, Slot
 
 from .example import Form
@@ -21,7 +22,9 @@ class Faded(Option):
         return jnp.cos(jnp.arange(length, dtype=jnp.float32) / 4)
 
     def __call__(self, step: Any, consts: Any, state: Any, feed: Any) -> Any:
-        return step(consts, state._replace(h=state.h * self.SCALE.of(feed)), feed)
+        h, scale = state.h, self.SCALE.of(feed)
+        h = dataclasses.replace(h, value=h.value * scale) if isinstance(h, Ema) else h * scale
+        return step(consts, state._replace(h=h), feed)
 
     def feeds(self, length: int) -> Mapping[Slot[Any], Any]:
         return {self.SCALE: self.scales(length)}

@@ -360,7 +360,7 @@ def scan_layers(
     for number, (n, which) in reversed(list(enumerate(turns))) if reverse else enumerate(turns):
         share = () if own[which] is None else (at(own[which], in_axes, n),)
         share = (*share, at(states[which], 0, n)) if states else share
-        x = by_options(options, x, number)
+        x = by_options(options, x, n)  # each stack is fed for itself
         x, *new, lasts[which] = blocks[which](
             at(stacks[which], 0, n), x, *share, *args, **keyword(key, offset + number)
         )

@@ -4,8 +4,8 @@ from .programs import Program
 
 KINDS = {
     "a mapped axis is read where no argument is mapped: wrong numbers, silently": [
-        Program("matmul", ("axis_index",), "mask_scan", (), ("jit", "grad w", "vmap none")),
-        Program("matmul", ("axis_index",), "while_scan", (), ("jit", "grad w", "vmap none")),
+        Program("decaying", ("axis_index",), "mask_scan", (), ("grad", "vmap none")),
+        Program("decaying", ("axis_index",), "while_scan", (), ("grad h", "vmap none")),
     ],
     "a mapped axis within what is staged, differentiated from outside: an unbound axis name": [
         Program("decaying", ("psum",), "mask_scan", (), ("grad h", "jit", "vmap h")),
