@@ -106,6 +106,7 @@ def why_not(program: Program) -> str:
         "a core of another verb": program.core not in (verbs.FACTORS if verb in BODILESS else CORES),
         "no body": verb in BODILESS and parts,
         "one mention of each": len({*keys}) < len(keys) or len({*parts}) < len(parts),
+        "what JAX may not transpose": verb != "linear_scan" and {"linear_transpose", "loop as rule"} & {*word},
         "derivatives of a linear loop": {"linear_transpose", "loop as rule"} & {*word} and not keeps_linear(program),
         "no reverse over a while_loop": "in while_loop" in word and reverse,
         "a rule for reverse mode alone": any(name.startswith(FORWARD) for name in word[: outside_of_rules(program)]),
