@@ -38,15 +38,23 @@ def tie(tree: PyTree, given: PyTree, axes: Iterable[Hashable] = ()) -> PyTree:
     """
     leaves, structure = jax.tree.flatten(tree)
     on = [jax.dtypes.float0 != leaf.dtype and not isinstance(leaf, SymbolicZero) for leaf in leaves]
-    others, (values, left) = jax.tree.leaves(given), split(on, leaves)
-    tied = _tied(values, others, tuple(axes)) if others or axes else values
+    given, (values, left) = jax.tree.leaves(given), split(on, leaves)
+    smooth, others = split(list(map(is_smooth, given)), given)
+    if others or axes:  # apart from what may be linear, so that JAX transposes nothing of it
+        smooth += _nothings(others, tuple(axes))
+    tied = _tied(values, smooth) if smooth else values
     return jax.tree.unflatten(structure, merge(on, tied, left))
 
 
-@functools.partial(jax.jit, static_argnums=2)  # JAX traces, maps and differentiates it once for the same types
-def _tied(values: list[Array], given: list[Array], axes: tuple[Hashable, ...]) -> list[Array]:
+@functools.partial(jax.jit, static_argnums=1)  # JAX traces, maps and differentiates it once for the same types
+def _nothings(others: list[Array], axes: tuple[Hashable, ...]) -> list[Array]:
+    return [_nothing_of(leaf) for leaf in (*others, *map(jax.lax.axis_index, axes))]
+
+
+@jax.jit
+def _tied(values: list[Array], given: list[Array]) -> list[Array]:
     found: dict[frozenset[str], list[Array]] = {}
-    for leaf in (*given, *map(jax.lax.axis_index, axes)):
+    for leaf in given:
         found.setdefault(varying_axes(jax.typeof(leaf)), []).append(_nothing_of(leaf))
     nothing = {varying: functools.reduce(jax.lax.add, parts) for varying, parts in found.items()}
     return [_tied_to(nothing, value) for value in values]
