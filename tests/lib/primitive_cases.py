@@ -41,6 +41,7 @@ _TABLES_THAT_REWRITE_NOTHING = frozenset(
         "cost._SAME",
         "cost._FUSED",
         "cost._WRITES_INTO",
+        "compact._DRAWS",
         "dependence._FORMS",
         "equations._FOR_DATA_ALONE",
         "products._OTHER_MESH",
