@@ -3,11 +3,13 @@
 `make fuzz CASES=n SEED=s` runs as many fresh ones as you like.
 """
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from generated.programs import Seeded
-from generated.words.found import FOUND, KINDS
+from generated.words.found import FOUND, IN_OUR_WORDS, KINDS
 from generated.words.programs import Program, Refused, Skipped, Wrong, check, draw_program, shrink, why_not
 from generated.words.transformations import LETTERS
 from generated.words.verbs import OPTIONS
@@ -21,6 +23,12 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.quick]
 @parametrize("program", FOUND)
 def test_what_was_found_once(program):
     check(program)
+
+
+@parametrize("program", IN_OUR_WORDS)
+def test_what_may_be_refused_fails_in_our_words(program):
+    with contextlib.suppress(Refused):
+        check(program)
 
 
 EVERY_DAY = [

@@ -110,6 +110,7 @@ def why_not(program: Program) -> str:
         "derivatives of a linear loop": {"linear_transpose", "loop as rule"} & {*word} and not keeps_linear(program),
         "no reverse over a while_loop": "in while_loop" in word and reverse,
         "a rule for reverse mode alone": any(name.startswith(FORWARD) for name in word[: outside_of_rules(program)]),
+        "a row has no weights of a row": program.core == "elementwise" and "vmap over rows" in parts,
         "only so many derivatives": sum(map(order, word)) > 2,
         "elements meet, and take other steps": mixing
         and ({"traced lengths", "by value", "by the axis"} & {*options} or (verb == "fori" and mixing - {*OF_THE_MESH}) or ("vmap w" in word and verb == "mask_scan")),

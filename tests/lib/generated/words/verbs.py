@@ -192,7 +192,8 @@ def run_of(program: Any, *, by_hand: bool) -> Run:
 def init_of(program: Any, given: Any) -> dict[str, Any]:
     """The carry. The loop by hand needs one that varies over a mesh as what the step returns does."""
     h = given["h"]
-    ties = {name: lax.stop_gradient(0 * given[name][(0,) * given[name].ndim]) for name in program.split}
+    firsts = {name: lax.stop_gradient(given[name][(0,) * given[name].ndim]) for name in program.split}
+    ties = {name: 0 * jnp.where(jnp.isfinite(first), first, 0) for name, first in firsts.items()}  # x may be padding
     m = jnp.full((ROWS, UNITS), 0.0 if program.core in LINEAR_CORES else 0.5, h.dtype)
     for name, tie in ties.items():
         h = h + tie
