@@ -32,7 +32,7 @@ def test_what_may_be_refused_fails_in_our_words(program):
 
 
 EVERY_DAY = [
-    Program("matmul", ("cond on m", "y is x"), "mask_scan", (), ("jit", "grad w", "vmap x")),
+    Program("matmul", ("cond of each row", "y is x"), "mask_scan", (), ("jit", "grad w", "vmap x")),
     Program("gated", ("tokens",), "mask_scan", ("chunk=8",), ("AOT", "jvp", "vmap w", "checkpoint"), nan=True),
     Program("decaying", ("valid",), "mask_scan", ("compact",), ("jit", "vjp of some", "custom_jvp"), nan=True),
     Program("decaying", ("key",), "while_scan", ("remat=step",), ("export", "grad h", "in cond")),

@@ -153,6 +153,11 @@ def _(s: Any) -> None:
     s.h = lax.cond(jnp.sum(s.m) > 0, lambda h: jnp.tanh(h @ s.w), lambda h: jnp.sin(h @ s.w.T), s.h)
 
 
+@part("cond of each row")
+def _(s: Any) -> None:
+    s.h = jax.vmap(lambda h, m: lax.cond(jnp.sum(m) > 0, jnp.tanh, lambda h: 0.5 * h, h))(s.h, s.m)
+
+
 @part("cond on weights", is_linear=True)
 def _(s: Any) -> None:
     s.h = lax.cond(s.w[0, 0] > -9, lambda h: 0.5 * h @ s.w + 0.5 * s.x, lambda h: 0.5 * h, s.h)
@@ -266,6 +271,8 @@ OF_THE_MESH = tuple(name for name in PARTS if name.endswith("of the mesh"))
 OF_THE_AXIS = ("axis_index", "axis_index in h", "random bits of the axis", "cond on the axis", "psum", "all_gather", "ppermute", "psum_scatter", "all_to_all")  # fmt: skip
 MIXING = ("psum", "all_gather", "ppermute", "psum_scatter", "all_to_all", "psum of the mesh")
 """Those in which mapped elements meet, so that all of them have to take the same steps."""
+MEETING = ("cond on m", "switch on a count")
+"""Those in which rows meet: padded ones may be shown any values, so no row is padded."""
 KEYWORDS = ("key", "valid", "first")
 
 

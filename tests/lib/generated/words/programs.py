@@ -16,7 +16,7 @@ import treescan
 
 from ..programs import Brief, Draw, chance, choice
 from . import transformations, verbs
-from .bodies import CORES, KEYWORDS, LINEAR_CORES, LINEAR_PARTS, MIXING, OF_THE_AXIS, OF_THE_MESH, PARTS
+from .bodies import CORES, KEYWORDS, LINEAR_CORES, LINEAR_PARTS, MEETING, MIXING, OF_THE_AXIS, OF_THE_MESH, PARTS
 from .transformations import INNER, KEEP_LINEAR, MAPS, OF_LIBRARY, OUTER, REVERSE, SPLITS
 from .verbs import FLOATS, OPTIONS, has_padding, padding_of, passed, run_of
 
@@ -116,6 +116,7 @@ def why_not(program: Program) -> str:
         and ({"traced lengths", "by value", "by the axis"} & {*options} or (verb == "fori" and mixing - {*OF_THE_MESH}) or ("vmap w" in word and verb == "mask_scan")),
         "keywords of rows": {"valid", "first"} & {*parts} and verb not in ("mask_scan", "rows_while_scan"),
         "rows meet, and have stopped": "valid" in parts and verb != "mask_scan",
+        "rows meet, and are padded": {*MEETING} & {*parts} and (verb in ("mask_scan", "rows_while_scan") or "lengths" in options),
         "keys per step": "key" in parts and verb == "fori" and "reverse" in options,
         "rows that move": "compact" in options and {"key", "closure of init"} & {*parts},
         "padding that is known": program.nan and not (verb in ("mask_scan", "linear_scan", "fold") and has_padding(program)),
@@ -153,33 +154,54 @@ def weighted(names: Any, weights: dict[str, int], usual: int = 2) -> list[str]:
     return [name for name in names for _ in range(weights.get(name, usual))]
 
 
+THEMES = ("plain", "plain", "axis", "mesh", "linear", "slot")
+"""What a program is about: what is rare by chance, but was wrong, is drawn together."""
+
+
 def draw_program(draw: Draw) -> Program:
     """A program that may be: what may not is drawn again."""
     while True:
-        verb = choice(draw, weighted(OPTIONS, OF_VERBS, 1))
-        wants_linear = chance(draw, 25)
-        core = choice(draw, verbs.FACTORS if verb in BODILESS else LINEAR_CORES if wants_linear else tuple(CORES))
-        pool = LINEAR_PARTS if wants_linear else tuple(PARTS)
-        parts = () if verb in BODILESS else tuple(dict.fromkeys(choice(draw, pool) for _ in range(draw.integer(0, 4))))
-        names = tuple(OPTIONS[verb])
-        options = tuple(dict.fromkeys(choice(draw, names) for _ in range(choice(draw, [0, 1, 1, 2, 2, 3]))))
-        program = Program(core, parts, verb, options, draw_word(draw, parts, wants_linear), chance(draw, 40))
+        program = draw_any(draw, choice(draw, THEMES))
         if not why_not(program):
             return program
 
 
-def draw_word(draw: Draw, parts: tuple[str, ...], wants_linear: bool) -> tuple[str, ...]:
-    length = draw.integer(2, 5)
-    outer = [choice(draw, tuple(OUTER))] if chance(draw, 20) else ["jit"] * chance(draw, 60)
+def draw_any(draw: Draw, theme: str) -> Program:
+    verb = choice(draw, ("mask_scan", *OPTIONS) if theme == "slot" else weighted(OPTIONS, OF_VERBS, 1))
+    core = choice(draw, verbs.FACTORS if verb in BODILESS else LINEAR_CORES if theme == "linear" else tuple(CORES))
+    pool = LINEAR_PARTS if theme == "linear" else tuple(PARTS)
+    parts = [choice(draw, pool) for _ in range(draw.integer(0, 3))]
+    names = tuple(OPTIONS[verb])
+    options = [choice(draw, names) for _ in range(choice(draw, [0, 1, 1, 2, 2, 3]))]
+    word = draw_word(draw, theme)
+    if theme == "axis":
+        parts.append(choice(draw, OF_THE_AXIS))
+    if theme == "mesh":
+        parts.append(choice(draw, ("cond on weights", "m of weights", *OF_THE_MESH)))
+    if theme == "slot":
+        parts += ["valid"] * chance(draw, 50)
+        options.append(choice(draw, [name for name in names if name[0].isupper()] or names))
+    if verb in BODILESS:
+        parts = []
+    return Program(core, unique(parts), verb, unique(options), word, chance(draw, 60 if theme == "slot" else 30))
+
+
+def unique(items: Any) -> tuple[Any, ...]:
+    return tuple(dict.fromkeys(items))
+
+
+def draw_word(draw: Draw, theme: str) -> tuple[str, ...]:
+    """Two to five letters; a derivative stands outside of a map over an axis, and within a mesh."""
+    outer = [choice(draw, tuple(OUTER))] if chance(draw, 20) else ["jit"] * chance(draw, 50)
     names = weighted((*INNER, *OF_LIBRARY, *MAPS), WEIGHTS)
-    word = [choice(draw, names) for _ in range(length - len(outer))]
-    if wants_linear and chance(draw, 50):
-        word[draw.integer(0, len(word) - 1)] = choice(draw, ("linear_transpose", "loop as rule"))
-    if {*parts} & {*OF_THE_AXIS} and not {*word} & {*MAPS}:
-        word[draw.integer(0, len(word) - 1)] = choice(draw, tuple(MAPS))
-    if {*parts} & {*OF_THE_MESH} and not any(name.startswith("shard_map") for name in word):
-        word[draw.integer(0, len(word) - 1)] = choice(draw, (*SPLITS, "shard_map without vma"))
-    return (*outer, *word)
+    word = [choice(draw, names) for _ in range(draw.integer(2, 5) - len(outer))]
+    own = {
+        "axis": [choice(draw, ("grad", "grad", "jvp", "linearize", "jit")), choice(draw, ("vmap none", *MAPS))],
+        "mesh": [choice(draw, (*SPLITS, "shard_map without vma")), choice(draw, ("grad", "grad w", "jvp", "vmap w"))],
+        "linear": [choice(draw, ("linear_transpose", "loop as rule"))],
+    }.get(theme, [])
+    place = draw.integer(0, max(0, len(word) - len(own)))
+    return (*outer, *word[:place], *own, *word[place + len(own) :])
 
 
 # What becomes of one.
