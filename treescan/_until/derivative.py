@@ -59,6 +59,11 @@ class Saved(NamedTuple):
     starts: list[Any]
 
 
+def is_forward_mode(error: TypeError) -> bool:
+    """Whether JAX refuses to differentiate a `jax.custom_vjp` in forward mode."""
+    return "to a custom_vjp function" in str(error)
+
+
 @dataclass(frozen=True, eq=False)
 class EarlyExit:
     """A loop that ends early, as a function of its operands that has a derivative.
@@ -72,6 +77,7 @@ class EarlyExit:
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
         unbound: what to raise where it is differentiated outside of the `jax.vmap` that has an axis which it reads.
+        reverse_only: what to raise where a rule for reverse mode alone would have to be differentiated in forward mode.
         own_values: whether rows that have stopped are shown their own values, unless something is differentiated.
         tell: reports how far the loop has come; None: nothing does.
     """
@@ -84,6 +90,7 @@ class EarlyExit:
     branches: bool
     refusal: Exception | None
     unbound: Exception | None
+    reverse_only: Exception | None
     own_values: bool
     tell: Tell | None
 
@@ -219,6 +226,8 @@ class EarlyExit:
                 return saved, self._push_forward(saved, *primals, *tangents)
             except NameError as error:
                 raise self.unbound or error from None
+            except TypeError as error:
+                raise self.reverse_only if self.reverse_only and is_forward_mode(error) else error from None
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             saved, pushed = saving_rule(primals, tangents)

@@ -26,7 +26,8 @@ from .._transforms.axes import count_from
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
 from .condition import CallCondition, Condition
-from .run import Going
+from .derivative import is_forward_mode
+from .run import REVERSE_ONLY, Going
 
 
 class Bounds(NamedTuple):
@@ -74,14 +75,9 @@ def refusing_forward_mode() -> Generator[None]:
     try:
         yield
     except TypeError as error:
-        if "to a custom_vjp function" not in str(error):
+        if not is_forward_mode(error):
             raise
-        raise Misuse(
-            "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
-            "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
-            "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
-            "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
-        ) from None
+        raise REVERSE_ONLY from None
 
 
 @contextlib.contextmanager

@@ -37,13 +37,11 @@ FOUND["an option around remat that feeds a slot: KeyError"] = Program(
 )
 
 IN_OUR_WORDS = {
-    "the transpose of a masked loop": Program("decaying", (), "mask_scan", (), ("linear_transpose",)),
-    "the transpose of a loop that ends early": Program("decaying", (), "while_scan", (), ("linear_transpose",)),
     "a custom_vjp in a loop that ends early, mapped": Program(
         "decaying", ("custom_vjp",), "while_scan", (), ("grad", "vmap x")
     ),
-    "a custom_vjp in a loop that ends early, staged and mapped": Program(
-        "decaying", ("custom_vjp",), "while_scan", (), ("grad", "vmap x", "jit")
+    "a custom_vjp in a loop that ends early, mapped and staged": Program(
+        "decaying", ("custom_vjp",), "while_scan", (), ("grad", "jit", "vmap x")
     ),
 }
 """Programs that the library may refuse, but in its own words."""
