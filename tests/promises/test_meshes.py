@@ -377,6 +377,25 @@ def test_a_body_may_spread_what_it_computes(run: Any, body: Any) -> None:
         chex.assert_trees_all_close(gradients(run), gradients(jax.lax.scan), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("verb", ["mask", "while"])
+def test_a_body_may_map_over_a_mesh_itself(verb: str) -> None:
+    """The names of that mesh mean something within alone: they are no axes over which the loop is mapped."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+    rows = functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P("d")), out_specs=P("d"))
+    all_rows = rows(lambda w, h: jnp.tanh(h @ w) + jax.lax.pmean(h, "d") * jax.lax.axis_index("d").astype(h.dtype))
+    rng = np.random.default_rng(0)
+    w, h, xs = (jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32) for shape in ((4, 4), (8, 4), (48, 8, 4)))
+
+    def gradient(run: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(run(lambda h, x: (0.5 * all_rows(w, h) + x, None), h, xs)[0] ** 2)
+
+        return jax.jit(jax.grad(loss))(w)
+
+    runs = {**SPREADING, "mask": functools.partial(treescan.mask_scan, lengths=np.full(8, 48))}
+    chex.assert_trees_all_close(gradient(runs[verb]), gradient(jax.lax.scan), rtol=1e-4, atol=1e-6)
+
+
 def test_a_product_that_gathers_rows_is_left_in_its_step():
     """`out_sharding` is the sharding of one step's result: the product of many steps would be left spread."""
 

@@ -176,10 +176,19 @@ def named_axes(jaxpr: Any) -> frozenset[Hashable]:
     mesh = jax.sharding.get_abstract_mesh()
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
     found = {effect.name for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS}
-    for equation in equations_within(getattr(jaxpr, "jaxpr", jaxpr)):
+    found |= _free_axes(getattr(jaxpr, "jaxpr", jaxpr))
+    return frozenset(name for name in found if name is not None and not isinstance(name, int)) - manual
+
+
+def _free_axes(jaxpr: Any) -> set[Any]:
+    """What the equations of an open jaxpr name as axes, but for the axes of the meshes that are mapped in it."""
+    found = set[Any]()
+    for equation in jaxpr.eqns:
+        within = set[Any]().union(*map(_free_axes, jaxprs_within(equation)))
+        found |= within - set(getattr(equation.params.get("mesh"), "axis_names", ()))
         for names in map(equation.params.get, ("axis_name", "axes")):
             found.update(names if isinstance(names, tuple) else (names,))
-    return frozenset(name for name in found if name is not None and not isinstance(name, int)) - manual
+    return found
 
 
 def is_for_data_alone(jaxpr: Any) -> bool:
