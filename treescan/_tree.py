@@ -290,7 +290,9 @@ def _parts_of(value: Any, kind: type[Any]) -> tuple[Hashable, Iterable[Any]]:
     if by_itself:
         return _Itself(value), (getattr(value, "__wrapped__", None),) if is_known else contents_of(value).items()
     if "__dataclass_fields__" in vars(kind):
-        return None, [getattr(value, name) for name in _compared(kind)]
+        # One that can change after a program was made of it is compared as it is then, too: the program reads it.
+        live = value if hashes is not None and not kind.__dataclass_params__.frozen else None
+        return live, [getattr(value, name) for name in _compared(kind)]
     if hasattr(kind, "__dataclass_fields__"):  # a class with more attributes than that of which it is made
         return None, contents_of(value).items()
     if hashes is not None:

@@ -430,6 +430,23 @@ def test_an_option_that_is_changed():
     assert told == [3.0, 15.0, 3.0]
 
 
+@dataclasses.dataclass(unsafe_hash=True)
+class Factor(Option):
+    k: float
+
+    def __call__(self, step, consts, state, feed):
+        state, y = step(consts, state, feed)
+        return state, y * self.k
+
+
+def test_an_option_that_was_changed_is_not_traced_for_one_that_is_what_it_was():
+    """JAX traces a program again for other shapes, and a program reads the option of which it was made."""
+    option = Factor(1.0)
+    treescan.scan(plain, 0.0, XS, options=[option])
+    option.k = 5.0
+    assert float(treescan.scan(plain, jnp.zeros(1), XS[:, None], options=[Factor(1.0)])[1].sum()) == 3.0
+
+
 class Opaque(list):
     """What has more parts than are looked at."""
 
