@@ -99,6 +99,19 @@ def test_a_fault_of_a_late_step_is_found():
     assert len(seen) == 4
 
 
+def test_a_weak_type_may_change_in_a_late_step():
+    """Of `while_scan`, the first step alone begins anew with another type: later, steps that were taken would go."""
+
+    def body(c, x):
+        i, h = c
+        return (i + 1, np.float32(1.5) if i == 3 else h), i
+
+    with jax.disable_jit():
+        result = treescan.while_scan(lambda c: c[0] < 6, body, (0, 1), jnp.arange(8.0))
+    assert int(result.steps) == 6
+    assert result.ys.tolist() == [0, 1, 2, 3, 4, 5, 0, 0]
+
+
 def test_values_of_a_mapped_or_differentiated_loop_come_step_by_step():
     """Tracers of vmap and grad there are, but none of jit: the Python body runs once a step."""
     seen = []

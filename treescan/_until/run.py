@@ -91,7 +91,7 @@ def _run_step_by_step(loop: Loop, going: Going, reads: Reads) -> tuple[Progress,
     while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
         after, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
-        settled, changed = settle(progress.state, after.state)
+        settled, changed = (after.state, False) if ran else settle(progress.state, after.state)
         if changed:
             return _run_settled(loop, settled, going, reads)
         progress = after
