@@ -303,9 +303,7 @@ def _run_of(
         expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_REPORT)
         expect(isinstance(donate, bool), "donate", "True or False", donate, _DONATES)
         expect_one_of(remainder, "remainder", ("run", "mask"), _REMAINDERS)
-        prefetch = expect_int(
-            prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread."
-        )
+        prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small=_READS)
         bar, saves = _bar_of(progress, body, alive), _saves_of(checkpoint)
     asked = {"part": part, "length": parts.length, "lengths": lengths, "remainder": remainder, **options}
     asked |= {"check_finite": check_finite, "checkpoint": saves and f"every={saves.every}, keep={saves.keep}"}
