@@ -173,14 +173,18 @@ def _checked(
 
 
 def _unsettled(value: Any) -> Array:
-    """What is put back in a leaf whose type settles later: an int in the smallest type, so that it says its range."""
+    """What is put back in a leaf whose type settles later: an int in a small type, so that it says its range.
+
+    That is one without a sign, where the number has none: other types without a sign hold it too.
+    """
     if not isinstance(value, _NUMBERS):
         return jnp.asarray(value)
     number = value.item() if isinstance(value, np.generic) else value
     if not isinstance(number, int):
         return jnp.asarray(number)
-    kinds = [kind for kind in (np.int8, np.int16, np.int32) if holds(kind, number)]
-    return jnp.asarray(number, kinds[0]) if kinds else jnp.asarray(float(number))
+    kinds = (jnp.uint4, np.uint8, np.uint16, np.int32, np.uint32) if number >= 0 else (np.int8, np.int16, np.int32)
+    kind = next((kind for kind in kinds if jnp.iinfo(kind).min <= number <= jnp.iinfo(kind).max), None)
+    return jnp.asarray(float(number)) if kind is None else jnp.asarray(number, kind)
 
 
 def check_settled(loop: Loop, values: list[Any]) -> None:
