@@ -218,10 +218,8 @@ class Fault(Exception):
         weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
         texts = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
         says, cures, rows = self.says, [*texts, *weak.values()], list(self.rows)
-        for name, word in {
-            "verb} over {body": "{call}",
-            **words,
-        }.items():  # other braces stay, because they may be the user's
+        # A verb "over" a body is the call, which names the body. Other braces stay, because they may be the user's.
+        for name, word in {"verb} over {body": "{call}", **words}.items():
             says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
             rows = [row._replace(expected=row.expected.replace(f"{{{name}}}", word)) for row in rows]
         headline = wrap(says, taken=len(f"treescan.errors.{self.error.__name__}: "))  # which Python prints before it
