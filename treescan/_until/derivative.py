@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -101,7 +102,7 @@ class EarlyExit:
         def silenced(step: Lifted) -> Step:
             silent = step.silenced() if self.hoisted.effects else step
             if self.refusal is not None and silent.once_only:
-                raise self.refusal
+                raise copy.copy(self.refusal)  # one that was raised holds the frames that it went through
             return silent
 
         return within(self.loop.step, Lifted, silenced)
@@ -225,9 +226,9 @@ class EarlyExit:
                 saved = with_rule(self._saving, saving_rule, axes, without_pairs)(*primals)
                 return saved, self._push_forward(saved, *primals, *tangents)
             except NameError as error:
-                raise self.unbound or error from None
+                raise copy.copy(self.unbound) or error from None
             except TypeError as error:
-                raise self.reverse_only if self.reverse_only and is_forward_mode(error) else error from None
+                raise copy.copy(self.reverse_only) if self.reverse_only and is_forward_mode(error) else error from None
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             saved, pushed = saving_rule(primals, tangents)
