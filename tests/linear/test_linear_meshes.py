@@ -90,6 +90,14 @@ def test_devices_exchange_a_product_and_a_state_as_often_as_they_double() -> Non
     assert max(gradient.collective_sizes()) <= 2 * B * D, gradient.collective_sizes()
 
 
+def test_steps_that_automatic_axes_split_are_gathered() -> None:
+    """Without an error: the types do not show it."""
+    mesh = jax.make_mesh((8,), ("steps",), axis_types=(AxisType.Auto,))
+    spread = [jax.device_put(each, NamedSharding(mesh, P("steps"))) for each in (A, BS)]
+    assert_close(jax.jit(linear_scan)(*spread), linear_scan(A, BS))
+    assert Program(linear_scan, *spread).collective_sizes().count(A.size) == 2
+
+
 def test_matrices_over_devices() -> None:
     mesh = jax.make_mesh((8,), ("steps",), axis_types=(AxisType.Auto,))
     split, a = P("steps"), jnp.asarray(RNG.normal(size=(T, 1, D, D)) * 0.5, jnp.float32)

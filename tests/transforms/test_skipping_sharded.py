@@ -167,3 +167,32 @@ def test_the_gradient_of_weights_is_summed_once_per_chunk(kind):
         texts = Program(jax.grad(function), *given).loops()
         # A loop over chunks has the text of the loops in it too: a sum in each step would be found twice.
         assert [text.count(" all-reduce(") for text in texts if " all-reduce(" in text] == within
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "in_steps"),
+    [
+        (AxisType.Auto, {}, True),
+        (AxisType.Auto, {"chunk": 8}, False),
+        (AxisType.Explicit, {}, False),
+        (AxisType.Explicit, {"chunk": 0}, True),
+    ],
+    ids=str,
+)
+def test_where_the_gradient_of_small_weights_is_summed(kind, options, in_steps):
+    """With automatic axes and without `chunk`, in each step: such a product is not most of a step."""
+
+    def of_weights(w, init, xs, lengths):
+        return loss(init, xs, lengths, body=lambda h, x: (jnp.tanh(h @ w + x),) * 2, **options)
+
+    args = np.eye(WIDTH, dtype="f"), *data(LENGTHS * 6)[:1], jnp.ones((32, ROWS, WIDTH)), LENGTHS * 6
+    mesh = mesh_of(kind)
+    places = (NamedSharding(mesh, spec) for spec in (P(), *SPECS))
+    given = [jax.device_put(value, place) for value, place in zip(args, places, strict=True)]
+    chex.assert_trees_all_close(
+        jax.device_get(jax.jit(jax.grad(of_weights))(*given)), jax.jit(jax.grad(of_weights))(*args), rtol=1e-4
+    )
+    texts = Program(jax.grad(of_weights), *given).loops()
+    steps = [text for text in texts if " while(" not in text]
+    assert any(" all-reduce(" in text for text in texts)
+    assert any(" all-reduce(" in text for text in steps) == in_steps
