@@ -31,8 +31,8 @@ def _peer(module: str) -> Any:
 
 def rlax_gae(data: agents.Trajectory, discount: float, trace: float) -> Array:
     """Advantages, [T, B]."""
-    discounts = jnp.where(data.ends, 0.0, discount)
-    values = jnp.concatenate([data.values, data.last_value[None]])
+    discounts = jnp.where(data.terminated, 0.0, discount)
+    values = jnp.concatenate([data.values, data.next_values[-1:]])
 
     def one(rewards: Array, discounts: Array, values: Array) -> Array:
         return _peer("rlax").truncated_generalized_advantage_estimation(rewards, discounts, trace, values)
@@ -42,10 +42,9 @@ def rlax_gae(data: agents.Trajectory, discount: float, trace: float) -> Array:
 
 def rlax_vtrace(data: agents.Trajectory, discount: float) -> Array:
     """Targets of the values, [T, B]."""
-    discounts = jnp.where(data.ends, 0.0, discount)
-    after = jnp.concatenate([data.values[1:], data.last_value[None]])
+    discounts = jnp.where(data.terminated, 0.0, discount)
     errors = jax.vmap(lambda *row: _peer("rlax").vtrace(*row, stop_target_gradients=False), 1, 1)(
-        data.values, after, data.rewards, discounts, data.ratios
+        data.values, data.next_values, data.rewards, discounts, data.ratios
     )
     return errors + data.values
 

@@ -152,7 +152,9 @@ def _agents(small: bool) -> Iterator[Problem]:
     steps = 20 if small else 1024
     ends = normal(3, (steps, rows)) > 2
     ratios = jnp.exp(0.2 * normal(6, (steps, rows)))
-    trajectory = agents.Trajectory(normal(7, (steps, rows)), normal(8, (steps, rows)), ends, ratios, normal(9, (rows,)))
+    values, last = normal(8, (steps, rows)), normal(9, (1, rows))
+    after, never = jnp.concatenate([values[1:], last]), jnp.zeros_like(ends)
+    trajectory = agents.Trajectory(normal(7, (steps, rows)), values, after, ends, never, ratios)
 
     def of_rewards(function: Callable[..., Array], *options: float) -> Callable[[Array], Array]:
         return lambda rewards: function(trajectory._replace(rewards=rewards), *options)

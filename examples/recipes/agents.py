@@ -72,19 +72,25 @@ def r2d2_by_hand(p: Network, data: Replayed, burn_in: int) -> Array:
 
 # --8<-- [start:returns]
 class Trajectory(NamedTuple):
-    """What actors did: leaves [T, B], and the value after the last step."""
+    """What actors did, [T, B].
+
+    `next_values` are the values of what followed each step, before a reset:
+    at a time limit, of the last observation of the episode. Where an episode
+    terminates, they do not count.
+    """
 
     rewards: Float[Array, "time batch"]
     values: Float[Array, "time batch"]
-    ends: Bool[Array, "time batch"]
+    next_values: Float[Array, "time batch"]
+    terminated: Bool[Array, "time batch"]
+    truncated: Bool[Array, "time batch"]
     ratios: Float[Array, "time batch"]
-    last_value: Float[Array, " batch"]
 
 
-def next_values(data: Trajectory, discount: float) -> Array:
-    """The discounted value of what follows each step: 0 after an end."""
-    after = jnp.concatenate([data.values[1:], data.last_value[None]])
-    return jnp.where(data.ends, 0.0, discount * after)
+def errors_of(data: Trajectory, discount: float) -> Array:
+    """How far rewards and later values are from the values."""
+    later = jnp.where(data.terminated, 0.0, discount * data.next_values)
+    return data.rewards + later - data.values
 
 
 def begins_of(ends: Bool[Array, "time batch"]) -> Array:
@@ -94,14 +100,14 @@ def begins_of(ends: Bool[Array, "time batch"]) -> Array:
 
 def gae(data: Trajectory, discount: float, trace: float) -> Array:
     """Generalized advantage estimates, [T, B]."""
-    errors = data.rewards + next_values(data, discount) - data.values
+    errors = errors_of(data, discount)
 
     def add(later: Array, error: Array) -> tuple[Array, Array]:
         total = error + discount * trace * later
         return total, total
 
-    zeros = jnp.zeros_like(data.last_value)
-    resets = begins_of(data.ends)
+    zeros = jnp.zeros_like(data.rewards[0])
+    resets = begins_of(data.terminated | data.truncated)
     return treescan.mask_scan(
         add, zeros, errors, resets=resets, reverse=True
     )[1]
@@ -112,15 +118,15 @@ def gae(data: Trajectory, discount: float, trace: float) -> Array:
 def vtrace(data: Trajectory, discount: float) -> Array:
     """V-trace's targets of the values, [T, B]."""
     clipped = jnp.minimum(data.ratios, 1.0)
-    errors = data.rewards + next_values(data, discount) - data.values
+    errors = errors_of(data, discount)
 
     def add(later: Array, inputs: Pair) -> Pair:
         error, ratio = inputs
         total = ratio * (error + discount * later)
         return total, total
 
-    zeros = jnp.zeros_like(data.last_value)
-    resets = begins_of(data.ends)
+    zeros = jnp.zeros_like(data.rewards[0])
+    resets = begins_of(data.terminated | data.truncated)
     _, corrections = treescan.mask_scan(
         add, zeros, (errors, clipped), resets=resets, reverse=True
     )
@@ -130,30 +136,32 @@ def vtrace(data: Trajectory, discount: float) -> Array:
 # --8<-- [end:vtrace]
 def gae_by_hand(data: Trajectory, discount: float, trace: float) -> Array:
     """The same by `jax.lax.scan`: the end of an episode is a factor of 0."""
-    errors = data.rewards + next_values(data, discount) - data.values
-    factors = jnp.where(data.ends, 0.0, discount * trace)
+    errors = errors_of(data, discount)
+    ends = data.terminated | data.truncated
+    factors = jnp.where(ends, 0.0, discount * trace)
 
     def add(later: Array, inputs: Pair) -> Pair:
         error, factor = inputs
         total = error + factor * later
         return total, total
 
-    zeros = jnp.zeros_like(data.last_value)
+    zeros = jnp.zeros_like(data.rewards[0])
     return jax.lax.scan(add, zeros, (errors, factors), reverse=True)[1]
 
 
 def vtrace_by_hand(data: Trajectory, discount: float) -> Array:
     """The same by `jax.lax.scan`."""
     clipped = jnp.minimum(data.ratios, 1.0)
-    errors = data.rewards + next_values(data, discount) - data.values
-    factors = jnp.where(data.ends, 0.0, discount)
+    errors = errors_of(data, discount)
+    ends = data.terminated | data.truncated
+    factors = jnp.where(ends, 0.0, discount)
 
     def add(later: Array, inputs: tuple[Array, ...]) -> Pair:
         error, ratio, factor = inputs
         total = ratio * (error + factor * later)
         return total, total
 
-    zeros = jnp.zeros_like(data.last_value)
+    zeros = jnp.zeros_like(data.rewards[0])
     inputs = (errors, clipped, factors)
     corrections = jax.lax.scan(add, zeros, inputs, reverse=True)[1]
     return data.values + corrections

@@ -129,9 +129,13 @@ def loss(
 
 def of_rewards(played: Played, last: Array) -> agents.Trajectory:
     """The part of a rollout that returns are made of."""
-    ratios = jnp.ones_like(played.value)
     return agents.Trajectory(
-        played.reward, played.value, played.ends, ratios, last
+        rewards=played.reward,
+        values=played.value,
+        next_values=jnp.concatenate([played.value[1:], last[None]]),
+        terminated=played.ends,
+        truncated=jnp.zeros_like(played.ends),
+        ratios=jnp.ones_like(played.value),
     )
 
 

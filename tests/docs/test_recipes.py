@@ -94,18 +94,52 @@ def test_a_smoother_equals_the_normal_distribution_of_all_states(length):
     np.testing.assert_allclose(found.log_likelihood.sum(), log_likelihood, rtol=1e-4)
 
 
-def test_advantages_equal_sums_over_each_episode():
-    rewards, values = jnp.arange(8.0).reshape(4, 2), jnp.ones((4, 2))
-    ends = jnp.array([[0, 0], [1, 0], [0, 1], [0, 0]], bool)
-    data = agents.Trajectory(rewards, values, ends, jnp.ones((4, 2)), jnp.array([10.0, 20.0]))
-    got = agents.gae(data, 0.5, 0.5)
-    for b in range(2):
+STEPS, ROWS = 12, 3
+
+
+def trajectory():
+    """With a termination and a time limit in the same step, and one of each in the last; what does not count is NaN."""
+    rng = np.random.default_rng(0)
+    numbers = (rng.normal(size=(STEPS, ROWS)).astype("f") for _ in range(4))
+    rewards, values, finals, ratios = numbers
+    terminated, truncated = (rng.random((STEPS, ROWS)) < 0.25 for _ in range(2))
+    terminated[4, 0] = truncated[4, 0] = terminated[-1, 0] = truncated[-1, 1] = True
+    truncated[-1, 0] = terminated[-1, 1] = terminated[-1, 2] = truncated[-1, 2] = False
+    goes_on = ~(terminated | truncated) & (np.arange(STEPS) < STEPS - 1)[:, None]
+    following = np.where(goes_on, np.concatenate([values[1:], finals[-1:]]), finals)
+    following = np.where(terminated, np.nan, following)
+    return agents.Trajectory(*map(jnp.asarray, (rewards, values, following, terminated, truncated, np.exp(ratios))))
+
+
+@pytest.mark.parametrize("recipe", ["gae", "gae_by_hand", "vtrace", "vtrace_by_hand"])
+def test_returns_equal_sums_over_each_episode(recipe):
+    """Where an episode terminates, nothing follows; at a time limit, the value of its last observation does."""
+    data, is_gae = trajectory(), recipe.startswith("gae")
+    got = getattr(agents, recipe)(data, 0.9, *[0.8] * is_gae)
+    rewards, values, following, terminated, truncated, ratios = map(np.asarray, data)
+    for b in range(ROWS):
         later = 0.0
-        for t in reversed(range(4)):
-            following = 0.0 if ends[t, b] else float(data.last_value[b] if t == 3 else values[t + 1, b])
-            error = float(rewards[t, b]) + 0.5 * following - float(values[t, b])
-            later = error + (0.0 if ends[t, b] else 0.25 * later)
-            assert abs(float(got[t, b]) - later) < 1e-5
+        for t in reversed(range(STEPS)):
+            if terminated[t, b]:
+                error, later = rewards[t, b] - values[t, b], 0.0
+            else:
+                error = rewards[t, b] + 0.9 * following[t, b] - values[t, b]
+                later = 0.0 if truncated[t, b] else later
+            later = error + 0.72 * later if is_gae else min(ratios[t, b], 1.0) * (error + 0.9 * later)
+            np.testing.assert_allclose(got[t, b], later if is_gae else values[t, b] + later, rtol=1e-4, atol=1e-5)
+    gradient = jax.grad(
+        lambda rewards: getattr(agents, recipe)(data._replace(rewards=rewards), 0.9, *[0.8] * is_gae).sum()
+    )
+    assert np.isfinite(gradient(data.rewards)).all()
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 1]])
+def test_a_time_limit_does_not_change_the_advantages_of_exact_values(ends):
+    rewards, values = jnp.ones((4, 1)), jnp.full((4, 1), 10.0)  # 1 / (1 - 0.9), which all later rewards sum to
+    truncated = jnp.array(ends, bool)[:, None]
+    data = agents.Trajectory(rewards, values, values, jnp.zeros_like(truncated), truncated, rewards)
+    np.testing.assert_allclose(agents.gae(data, 0.9, 0.95), 0.0, atol=1e-5)
+    np.testing.assert_allclose(agents.vtrace(data, 0.9), 10.0, rtol=1e-6)
 
 
 @pytest.mark.slow
