@@ -8,7 +8,7 @@ from oracle import as_numpy
 from test_docs import as_users_run_it
 
 from benchmarks.recipes import installed, problems
-from examples.recipes import agents, ppo, state_space
+from examples.recipes import agents, ppo, rollout, state_space
 
 __all__ = ["as_users_run_it"]  # a fixture
 NAMES = (
@@ -149,3 +149,65 @@ def test_ppo_learns_to_remember():
     _, rewards = jax.jit(ppo.train, static_argnums=(2, 3, 4))(learner, jax.random.key(1), 100, 20, 4)
     best = 1 / ppo.EPISODE  # a step's mean reward where every answer is right
     assert rewards[:10].mean() < 0.5 * best < 0.8 * best < rewards[-10:].mean()
+
+
+# A rollout that ends episodes.
+
+
+def value(state):
+    return 3.0 * jnp.sqrt(state.level)
+
+
+def objective(p, carry, steps):
+    """Rewards and advantages of a rollout, of which the gradient is taken through all steps."""
+    _, played = rollout.rollout(p, carry, steps)
+    values, following = value(played.state), value(played.final)
+    ends = played.terminated, played.truncated
+    data = agents.Trajectory(played.reward, values, following, *ends, jnp.ones_like(values))
+    return (agents.gae(data, 0.9, 0.8) + played.reward).sum(), played
+
+
+def of_row(p, key, steps):
+    """The same for one row, with Python's own branches: only what is used is computed."""
+    state, begins, told, total = None, True, [], 0.0
+    for t in range(steps):
+        for_reset, for_action = jax.random.split(jax.random.fold_in(key, t))
+        state = rollout.reset(for_reset) if begins else state
+        after, reward, terminated = rollout.move(state, rollout.act(p, state, for_action))
+        begins = bool(terminated) or int(after.played) == rollout.LIMIT
+        error = reward - value(state) + (0.0 if terminated else 0.9 * value(after))
+        told.append((state.level, reward, bool(terminated), begins, error))
+        total, state = total + reward, after
+    later = 0.0
+    for *_, ends, error in reversed(told):
+        later = error + (0.0 if ends else 0.72 * later)
+        total = total + later
+    return total, [each[:4] for each in told]
+
+
+def test_a_rollout_that_ends_episodes_equals_a_loop_per_row():
+    """Values and gradients; a level below zero, whose root has NaN for a derivative, ends an episode."""
+    p, row_keys = rollout.Policy(jnp.float32(0.2), jnp.float32(1.0)), jax.random.split(jax.random.key(0), 3)
+    gradient = jax.value_and_grad(objective, has_aux=True)
+    (total, played), slopes = jax.jit(gradient, static_argnums=2)(p, rollout.start(row_keys), 16)
+    assert played.terminated.any() and played.truncated.any()
+    totals, expected = 0.0, jax.tree.map(jnp.zeros_like, p)
+    for row, key in enumerate(row_keys):
+        (one, told), own = jax.value_and_grad(of_row, has_aux=True)(p, key, 16)
+        levels, rewards, terminated, ends = map(np.array, zip(*told, strict=True))
+        np.testing.assert_allclose(played.state.level[:, row], levels, rtol=1e-5)
+        np.testing.assert_allclose(played.reward[:, row], rewards, rtol=1e-5)
+        assert (played.terminated[:, row] == terminated).all()
+        assert ((played.terminated | played.truncated)[:, row] == ends).all()
+        totals, expected = totals + one, jax.tree.map(jnp.add, expected, own)
+    np.testing.assert_allclose(total, totals, rtol=1e-4)
+    assert_equal(slopes, expected, 1e-3)
+
+
+def test_a_rollout_goes_on_where_the_one_before_it_stopped():
+    p, row_keys = rollout.Policy(jnp.float32(0.2), jnp.float32(1.0)), jax.random.split(jax.random.key(1), 3)
+    _, whole = rollout.rollout(p, rollout.start(row_keys), 10)
+    carry, first = rollout.rollout(p, rollout.start(row_keys), 7)
+    _, second = rollout.rollout(p, carry, 3)
+    for every, *parts in zip(*map(jax.tree.leaves, (whole, first, second)), strict=True):
+        np.testing.assert_array_equal(every, np.concatenate(parts))
