@@ -175,7 +175,6 @@ def test_the_gradient_of_weights_is_summed_once_per_chunk(kind):
         (AxisType.Auto, {}, True),
         (AxisType.Auto, {"chunk": 8}, False),
         (AxisType.Explicit, {}, False),
-        (AxisType.Explicit, {"chunk": 0}, True),
     ],
     ids=str,
 )
