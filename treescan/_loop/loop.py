@@ -73,16 +73,18 @@ class Memo:
             if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others
                 self._made.move_to_end(key)
         if known is not _UNKNOWN:
-            return known[0]
-        made = make(), kin(key)
+            return known
+        made = make()
         with self._lock:
             made = self._made.setdefault(key, made)
-            alike = [other for other, (_, its_kin) in self._made.items() if its_kin == made[1]]
-            if len(alike) > _OF_ONE_KIN:
-                del self._made[alike[0]]
-            elif len(self._made) > _KEPT:
-                self._made.popitem(last=False)
-        return made[0]
+            if len(self._made) > _OF_ONE_KIN:  # few bodies have as many
+                own = kin(key)
+                alike = [other for other in self._made if kin(other) == own]
+                if len(alike) > _OF_ONE_KIN:
+                    del self._made[alike[0]]
+                elif len(self._made) > _KEPT:
+                    self._made.popitem(last=False)
+        return made
 
     def joint(self, function: Callable[..., Any]) -> Memo:
         """What was made for this memo's body and another together: it goes with whichever of the two goes first."""

@@ -16,7 +16,7 @@ from .._errors import Cure, Fault, Misuse
 from .._loop.loop import Loop, innermost, is_untraced
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.equations import is_for_data_alone, variables_of
-from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist_once, lift, settled
+from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, hoist_once, lift, settled
 from .._transforms.axes import scan_over_axes
 from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
@@ -84,7 +84,7 @@ class OverRows(Transform):
                 from .._trace.raw_keys import raw, with_raw_keys
 
                 loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
-            hoisted = hoist_once(loop, {} if known is None else known, changing)
+            hoisted = hoist(loop, changing) if known is None else hoist_once(loop, known, changing)
             if loop.limit is not None:
                 refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, self.others, told=tells)
