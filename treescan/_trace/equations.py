@@ -177,7 +177,7 @@ def named_axes(jaxpr: Any) -> frozenset[Hashable]:
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
     found = {effect.name for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS}
     found |= _free_axes(getattr(jaxpr, "jaxpr", jaxpr))
-    return frozenset(name for name in found if name is not None and not isinstance(name, int)) - manual
+    return frozenset(name for name in found if name is not None and not hasattr(name, "__index__")) - manual
 
 
 def _free_axes(jaxpr: Any) -> set[Any]:

@@ -45,3 +45,11 @@ IN_OUR_WORDS = {
     ),
 }
 """Programs that the library may refuse, but in its own words."""
+
+FOUND["the number of an axis, of NumPy's type, is taken for a name"] = Program(
+    "matmul",
+    ("cond of each row", "y of weights"),
+    "rows_while_scan",
+    ("by the axis",),
+    ("custom_jvp", "vmap w", "vmap h"),
+)
