@@ -216,6 +216,19 @@ def test_float8_which_jax_promotes_to_nothing(dtype, options):
 
 
 @pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_of_few_steps(method: str, steps: int) -> None:
+    def loss(a: Any, b: Any, init: Any, method: str) -> Any:
+        last, hs = linear_scan(a, b, init, method=method)
+        return jnp.sum(jnp.sin(last)) + jnp.sum(jnp.cos(hs))
+
+    given = jnp.full((steps, 3), 0.5), jnp.cos(jnp.arange(steps * 3.0)).reshape(steps, 3), jnp.arange(3.0)
+    got, want = (jax.value_and_grad(loss, (0, 1, 2))(*given, each) for each in (method, "sequential"))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
 def test_of_no_rows(method: str) -> None:
     def loss(a: Any, b: Any, init: Any) -> Any:
         return sum(map(jnp.sum, linear_scan(a, b, init, method=method)))

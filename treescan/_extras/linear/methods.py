@@ -102,8 +102,8 @@ def solve(how: How, x: Given) -> Array:
     else:
         later = functools.partial(joined, how)
         between = jax.lax.associative_scan(lambda one, two: later(two, one), whole, reverse=how.reverse).b
-    hs = over_steps(how, body, shifted(how, between, zero[None]), parts, axis=1)[1]
-    return jnp.swapaxes(hs, 0, 1).reshape(number * size, *x.b.shape[1:])[:count]
+    hs = jnp.swapaxes(over_steps(how, body, shifted(how, between, zero[None]), parts, axis=1)[1], 0, 1)
+    return hs.reshape(hs.shape[0] * hs.shape[1], *x.b.shape[1:])[:count]  # a single step is a part of one
 
 
 def between_devices(how: How, axis_name: str, x: Given) -> Array:
