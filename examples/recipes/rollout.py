@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 import treescan
 from treescan.carries import keys
@@ -61,7 +61,7 @@ def move(state: Tank, action: Array) -> tuple[Tank, Array, Array]:
 
 
 # --8<-- [start:rollout]
-def choose(flags: Array, new: PyTree[Array], old: PyTree[Array]) -> Any:
+def choose(flags: Array, new: Any, old: Any) -> Any:
     """`new` in the rows in which the flag is True, and `old` in others."""
 
     def of_leaf(a: Array, b: Array) -> Array:
