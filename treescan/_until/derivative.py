@@ -225,10 +225,14 @@ class EarlyExit:
             try:
                 saved = with_rule(self._saving, saving_rule, axes, without_pairs)(*primals)
                 return saved, self._push_forward(saved, *primals, *tangents)
-            except NameError as error:
-                raise copy.copy(self.unbound) or error from None
+            except NameError:
+                if self.unbound is None:
+                    raise
+                raise copy.copy(self.unbound) from None
             except TypeError as error:
-                raise copy.copy(self.reverse_only) if self.reverse_only and is_forward_mode(error) else error from None
+                if self.reverse_only is None or not is_forward_mode(error):
+                    raise
+                raise copy.copy(self.reverse_only) from None
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             saved, pushed = saving_rule(primals, tangents)

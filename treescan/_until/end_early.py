@@ -27,7 +27,7 @@ from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
 from .condition import CallCondition, Condition
 from .derivative import is_forward_mode
-from .run import REVERSE_ONLY, Going
+from .run import Going, reverse_only
 
 
 class Bounds(NamedTuple):
@@ -77,7 +77,7 @@ def refusing_forward_mode() -> Generator[None]:
     except TypeError as error:
         if not is_forward_mode(error):
             raise
-        raise REVERSE_ONLY from None
+        raise reverse_only() from None
 
 
 @contextlib.contextmanager

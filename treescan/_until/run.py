@@ -42,12 +42,14 @@ def _outside_of(axes: frozenset[Hashable]) -> Fault:
     )
 
 
-REVERSE_ONLY = Misuse(
-    "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in reverse "
-    "mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
-    "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
-    "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
-)
+def reverse_only() -> Fault:
+    """What is wrong with forward mode of a body that has a rule for reverse mode alone."""
+    return Misuse(
+        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
+        "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
+        "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
+        "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
+    )
 
 
 class Going(NamedTuple):
@@ -144,7 +146,7 @@ def _run_traced(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, list[
         branches=may_branch(),
         refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
         unbound=explain(_outside_of(axes), going.verb, loop.body.function) if axes else None,
-        reverse_only=explain(REVERSE_ONLY, going.verb, loop.body.function) if hoisted.reverse_rule else None,
+        reverse_only=explain(reverse_only(), going.verb, loop.body.function) if hoisted.reverse_rule else None,
         own_values=own_values,
         tell=tell,
     )
