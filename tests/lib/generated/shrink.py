@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 from .compare import Failure, check
 from .programs import Instruction, Program
+from .smaller import smallest
 
 
 def shrink(program: Program, failure: Failure, seconds: float) -> tuple[Program, Failure]:
     """The smallest that is found in so many seconds."""
-    until = time.monotonic() + seconds
-    again = True
-    while again and time.monotonic() < until:
-        again = False
-        for smaller in candidates(program):
-            if time.monotonic() > until:
-                break
-            found = _fails(smaller, failure)
-            if found is not None:
-                program, failure, again = smaller, found, True
-                break
-    return program, failure
+    return smallest(program, failure, seconds, candidates, _fails)
 
 
 def _fails(program: Program, failure: Failure) -> Failure | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 import treescan
 
 from ..programs import Brief, Draw, chance, choice
+from ..smaller import smallest
 from . import transformations, verbs
 from .bodies import CORES, KEYWORDS, LINEAR_CORES, LINEAR_PARTS, MEETING, MIXING, OF_THE_AXIS, OF_THE_MESH, PARTS
 from .transformations import INNER, KEEP_LINEAR, MAPS, OF_LIBRARY, OUTER, REVERSE, SPLITS
@@ -279,17 +279,7 @@ def first_line(error: BaseException) -> str:
 
 def shrink(program: Program, wrong: Wrong, seconds: float = 60) -> tuple[Program, Wrong]:
     """The smallest program found in so many seconds that is wrong in the same way."""
-    until, again = time.monotonic() + seconds, True
-    while again and time.monotonic() < until:
-        again = False
-        for smaller in candidates(program):
-            if time.monotonic() > until:
-                break
-            found = fails(smaller, wrong)
-            if found is not None:
-                program, wrong, again = smaller, found, True
-                break
-    return program, wrong
+    return smallest(program, wrong, seconds, candidates, fails)
 
 
 def fails(program: Program, wrong: Wrong) -> Wrong | None:
