@@ -149,10 +149,10 @@ class CallBody:
         if key is not None and feed.position is not None:
             position = feed.position if offset is None else offset + feed.position
             keywords["key"] = jax.random.fold_in(key, position)
-        if self.sees_valid:
+        if self.sees_valid and feed.valid is not None:
             keywords["valid"] = feed.valid
-        if self.told is not None:
-            keywords[self.told.slot.name] = self.told.slot.of(feed)
+        if self.told is not None and (value := self.told.slot.of(feed)) is not None:
+            keywords[self.told.slot.name] = value
         # The carry that the body returns is compared with another copy than it is given.
         given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), args and thaw(copied(args))
         others = (*x, *args) if convention.spread else (x,)

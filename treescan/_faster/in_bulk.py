@@ -24,7 +24,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from .._cpu import backend
 from .._cpu.rows import as_one_matrix, written
 from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Memo, Step
+from .._loop.loop import Arrays, Loop, Memo, Plan, Step
 from .._loop.run import run
 from .._outputs.outputs import QuietSteps
 from .._remat.checkpoint import Checkpointed, SaveDecisions, chooses
@@ -150,20 +150,6 @@ def entry_of(stack: Array, place: Array) -> Array:
 # A step without the products that were computed before.
 
 
-class Arguments(NamedTuple):
-    """What a chunk is computed from.
-
-    Attributes:
-        reads: what is the same in every step.
-        state: the leaves of the state before the first.
-        fed: what they are fed, `[C, ...]`.
-    """
-
-    reads: list[Any]
-    state: list[Any]
-    fed: list[Any]
-
-
 @dataclass(frozen=True)
 class Forward:
     """A step without the products that were computed before.
@@ -245,32 +231,29 @@ def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
 # A chunk of steps, and its derivative.
 
 
-def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
-    """Runs a chunk of steps: the leaves of the last state, and of ys."""
+def run_split(plan: Plan, split: Split, given: Arrays) -> tuple[list[Any], list[Any]]:
+    """Runs a chunk of steps: the leaves of the last state, and of ys. Its consts, state and xs are lists of leaves."""
     # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
-    # a rule that referred to the memo would keep itself, and all that the body closes over. Nor may it hold tracers.
-    apart = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None), callee=loop.callee.apart())
+    # a rule that referred to the memo would keep itself, and all that the body closes over.
+    apart = plan.apart()
 
-    def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
+    def rule(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Any, Any]:
         try:
             return _push_forward(apart, split, primals[0], tangents[0])
         except Unproven:
             whole = functools.partial(_forward, apart, split)
             return push_plainly(whole, *primals, *tangents, branches=has_branches(split.derivative.rest))
 
-    return with_rule(functools.partial(_forward, loop, split), rule)(given)
+    return with_rule(functools.partial(_forward, plan, split), rule)(given)
 
 
-def _forward(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
-    early = compute_early(split.forward.early, given.reads, given.fed)
-    return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
+def _forward(plan: Plan, split: Split, given: Arrays) -> tuple[list[Any], list[Any]]:
+    reads, state, fed = given
+    early = compute_early(split.forward.early, reads, fed)
+    return run(plan.having(step=Forward(split)), Arrays((reads, early), state, Feed((jnp.arange(plan.length), fed))))
 
 
-def _run(loop: Loop, step: Step, given: Arguments, consts: Any, x: Any) -> tuple[Any, Any]:
-    return run(dataclasses.replace(loop, step=step, consts=consts, state=given.state, xs=Feed(x)))
-
-
-def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments) -> tuple[Any, Any]:
+def _push_forward(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> tuple[Any, Any]:
     """The results and their tangents.
 
     The early values are computed before the loop, their tangents too. One that is added to deferred products is a
@@ -281,36 +264,37 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     part, d_on = nonzero_part(given, d_given)
     on, off = part.split(given)
     early, rest = split.derivative.early, split.derivative.rest
-    deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
-    slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
+    deferred = tuple(each for each in split.deferred if not isinstance(d_given.consts[each.read], SymbolicZero))
+    slots = slots_of(rest, rest.invars[len(given.consts) : len(given.consts) + len(early.outvars)], deferred)
     in_slots = {i for slot in slots for i in slot.early}
 
     def before_loop(on: list[Any]) -> list[Array]:
-        whole: Arguments = part.join(on, off)
-        return compute_early(early, whole.reads, whole.fed)
+        whole: Arrays = part.join(on, off)
+        return compute_early(early, whole.consts, whole.xs)
 
     values, push_early = jax.linearize(before_loop, on)
     d_values = push_early(d_on)
     others = [i for i in range(len(values)) if i not in in_slots]
-    weights = [given.reads[each.read] for each in deferred]  # constants of the loop: their tangents are the products
+    weights = [given.consts[each.read] for each in deferred]  # constants of the loop: their tangents are the products
     # The loop saves what the derivatives of its steps read. The cheap part of that is computed again instead.
     step = jax.checkpoint(
         Recorded(split, deferred, slots), prevent_cse=False, policy=SaveDecisions(policy_within(rest))
     )
 
     def recorded(on: list[Any], of_others: list[Array], added: list[Array]) -> tuple[list[Any], Any]:
-        whole: Arguments = part.join(on, off)
+        whole: Arrays = part.join(on, off)
         before = [*values]
         for i, value in zip(others, of_others, strict=True):
             before[i] = value
-        state, (ys, kept) = _run(loop, step, whole, (whole.reads, weights), (before, whole.fed, added))
+        recording = Arrays((whole.consts, weights), whole.state, Feed((before, whole.xs, added)))
+        state, (ys, kept) = run(plan.having(step=step), recording)
         return smooth_part((state, ys)).split((state, ys))[0], ((state, ys), kept)
 
-    zeros = [_zeros(loop.length, rest.eqns[slot.equation].outvars[0].aval) for slot in slots]
+    zeros = [_zeros(plan.length, rest.eqns[slot.equation].outvars[0].aval) for slot in slots]
     _, push, (result, kept) = jax.linearize(recorded, on, [values[i] for i in others], zeros, has_aux=True)
     products = [
-        product_of_steps(rest.eqns[each.equation], stacked, d_given.reads[each.read], each.operand)
-        for each, stacked in zip(deferred, _operands(rest, deferred, kept, given.fed), strict=True)
+        product_of_steps(rest.eqns[each.equation], stacked, d_given.consts[each.read], each.operand)
+        for each, stacked in zip(deferred, _operands(rest, deferred, kept, given.xs), strict=True)
     ]
     added = [
         typed_like(
@@ -369,15 +353,14 @@ class InBulk:
         return self.chunk.is_loop
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, PyTree]:
-        loop = self.chunk.loop(consts, state, feed)
-        split = _split_of(loop)
+        plan, given = self.chunk.plan, Arrays(consts, state, feed)
+        split = _split_of(plan, given)
         if split is None:
-            return run(loop)
-        given = Arguments(_reads(split, consts), jax.tree.leaves(state), jax.tree.leaves(feed))
+            return run(plan, given)
         try:
-            state, ys = run_split(loop, split, given)
+            state, ys = run_split(plan, split, Arrays(_reads(split, consts), *map(jax.tree.leaves, (state, feed))))
         except Unproven:
-            return run(loop)
+            return run(plan, given)
         return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, ys)
 
 
@@ -400,7 +383,7 @@ def bytes_of_products(loop: Loop) -> int:
     These are the products (their cotangents), and what they multiply, where it is neither carried nor scanned over. The
     step of the loop closes over nothing.
     """
-    split = _split_of(loop)
+    split = _split_of(loop, loop.arrays)
     if split is None:
         return 0
     rest = split.derivative.rest
@@ -433,14 +416,14 @@ Measured on an H200, 128 steps of 64 rows: 2,048 x 2,048 weights take 0.73 of th
 """
 
 
-def products_pay(loop: Loop) -> bool:
+def products_pay(trace: Hoisted, plan: Plan, given: Arrays) -> bool:
     """Whether a chunk of a loop takes less time if it computes the products of its steps at once.
 
     It does so if the products with weights are most of a step, and have enough rows. All else takes more time in a
     chunk than step by step, and a step that chooses among values would save all that it computes. The step of the loop
     closes over nothing.
     """
-    split = None if loop.hoisted.branches or chooses(loop.hoisted.jaxpr) else _split_of(loop)
+    split = None if trace.branches or chooses(trace.jaxpr) else _split_of(plan, given)
     if split is None:
         return False
     early, rest = split.derivative.early, split.derivative.rest
@@ -506,26 +489,26 @@ class AllOfStep:
         return self.step(consts, state, fed)
 
 
-def without_early_products(loop: Loop) -> tuple[AllOfStep, PyTree]:
+def without_early_products(plan: Plan, given: Arrays) -> tuple[AllOfStep, PyTree]:
     """The form of a step that has no early products."""
-    return AllOfStep(loop.step), loop.consts
+    return AllOfStep(plan.step), given.consts
 
 
-def with_early_products(loop: Loop) -> tuple[RestOfStep | AllOfStep, PyTree]:
+def with_early_products(plan: Plan, given: Arrays) -> tuple[RestOfStep | AllOfStep, PyTree]:
     """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
-    split = _split_of(loop)
+    split = _split_of(plan, given)
     if split is None or not split.forward.early.outvars:
-        return without_early_products(loop)
-    reads = _reads(split, loop.consts)
+        return without_early_products(plan, given)
+    reads = _reads(split, given.consts)
     try:
-        early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
+        early = compute_early(split.forward.early, reads, jax.tree.leaves(given.xs))
     except Unproven:
-        return without_early_products(loop)
+        return without_early_products(plan, given)
     return RestOfStep(Forward(split)), (reads, early)
 
 
-def _split_of(loop: Loop) -> Split | None:
-    one = one_step(loop.xs)
+def _split_of(plan: Plan, given: Arrays) -> Split | None:
+    one = one_step(given.xs)
     # The step holds the trace of the body, which says the structures. Types are not all the same for a chunk of rows.
-    key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
-    return (loop.callee.memo or Memo())(key, lambda: products_of_step(loop.step, loop.consts, loop.state, one))
+    key = (InBulk, plan.step, *map(jax.typeof, jax.tree.leaves((given.consts, given.state))), *jax.tree.leaves(one))
+    return (plan.callee.memo or Memo())(key, lambda: products_of_step(plan.step, given.consts, given.state, one))

@@ -13,18 +13,19 @@ https://github.com/jax-ml/jax/issues/40101.
 from __future__ import annotations
 
 import contextlib
+import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 
-from .._avals import Array, PyTree, stacked_type, vary_over, varying_axes
-from .._loop.feed import Feed
-from .._loop.loop import Loop
+from .._avals import Array, stacked_type, vary_over, varying_axes
+from .._loop.loop import Arrays, Loop
 from .._outputs.outputs import emitting, is_thinned, run_keeping
 from .._remat.checkpoint import is_remat3
-from .._rows.axes import without_arrays
-from .._rows.mask import masked_step, without_pairs
+from .._rows.axes import Rows, without_arrays
+from .._rows.mask import without_good
+from .._trace.hoist import Hoisted
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
 from .._trace.transposed import push_plainly
@@ -32,15 +33,6 @@ from .._transforms.plan import plan
 from .products import has_large_products
 from .saved import push_forward
 from .writing import Result, write_chunks
-
-
-class _Given(NamedTuple):
-    consts: PyTree
-    state: PyTree
-    xs: Feed
-
-    def put_into(self, loop: Loop) -> Loop:
-        return loop.having(consts=self.consts, state=self.state, xs=self.xs)
 
 
 def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
@@ -53,14 +45,6 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
     fits = chunks and not is_remat3() and not changed
     return loop.having(runner=InPlace(tiers, loop.masked.own_values, saves)) if fits else loop
-
-
-def _without_arrays(loop: Loop) -> Loop:
-    """A loop with types in place of the arrays of its trace, and without those of its rows."""
-    traced = loop.hoisted.loop
-    types = _Given(*jax.tree.map(jax.typeof, (traced.consts, traced.state, traced.xs)))
-    traced = types.put_into(traced).having(given=None, rows=None, trace=None, finish=())
-    return loop.having(trace=loop.hoisted._replace(loop=traced), rows=without_arrays(loop.masked), finish=())
 
 
 @dataclass(frozen=True)
@@ -80,41 +64,33 @@ class InPlace:
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
-        keeps = loop.keeps or ()
-        given = _Given(stacked.consts, stacked.state, stacked.xs)
-        empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
-        stacked, loop = _without_arrays(empty.put_into(stacked)), _without_arrays(empty.put_into(loop))
-        plain = loop.step
-        step = masked_step(loop.step, stands_in=False) if self.own_values else loop.step
-        loop = loop.having(step=emitting(step, keeps))
+        # The rule may not hold tracers.
+        trace, rows, keeps, size = loop.hoisted.bare(), without_arrays(loop.masked), loop.keeps or (), levels[0].size
+        whole = stacked.plan
+        emits = whole.having(step=emitting(whole.step, keeps))
+        outputs = functools.partial(_outputs, trace, rows, keeps, loop.length)
+        products = has_large_products(trace.jaxpr)
 
-        def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
+        def write(given: Arrays) -> Result:
+            empty = outputs(given)
+            given = without_good(given) if self.own_values else given
+            return write_chunks(emits, given, size, empty, self.tiers, rows.axes, products=products)
+
+        def stack(given: Arrays) -> Result:
+            return run_keeping(whole, levels, given, keeps)
+
+        def rule(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Any, Any]:
             if self.saves and len(levels) == 1:
-                whole = primals[0].put_into(stacked.having(step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
-                    return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
+                    return push_forward(emits, trace, size, outputs(*primals), *primals, *tangents)
+            return push_plainly(stack, *primals, *tangents, branches=trace.branches)
 
-            def stack(given: _Given) -> Result:
-                return run_keeping(given.put_into(stacked), levels, keeps)
+        return with_rule(write, rule, sources=without_good)(stacked.arrays)
 
-            return push_plainly(stack, *primals, *tangents, branches=loop.hoisted.branches)
 
-        return with_rule(lambda given: self._run(given.put_into(loop), levels[0].size), rule, sources=without_pairs)(
-            given
-        )
-
-    def _run(self, loop: Loop, size: int) -> Result:
-        if self.own_values and len(self.tiers) == 1:
-            loop = loop.having(consts=without_pairs(loop.consts))
-        products = has_large_products(loop.hoisted.jaxpr)
-        return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.masked.axes, products=products)
-
-    @staticmethod
-    def _outputs(loop: Loop) -> list[Array]:
-        """The outputs of a loop that runs nothing."""
-        kept = zip(loop.hoisted.y_avals, loop.keeps or (), strict=True)
-        y = [aval for aval, keep in kept if keep is not None]
-        types = [stacked_type(leaf, loop.length) for leaf in y]
-        idle = loop.masked.outputs.idle(loop.state, types)
-        masked = varying_axes(jax.typeof(loop.xs.valid))
-        return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]
+def _outputs(trace: Hoisted, rows: Rows, keeps: tuple[int | None, ...], length: int, given: Arrays) -> list[Array]:
+    """The outputs of a loop that runs nothing."""
+    y = [aval for aval, keep in zip(trace.y_avals, keeps, strict=True) if keep is not None]
+    idle = rows.outputs.idle(given.state, [stacked_type(leaf, length) for leaf in y])
+    masked = varying_axes(jax.typeof(given.xs.valid))
+    return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]

@@ -28,22 +28,22 @@ import numpy as np
 from jax.core import eval_jaxpr
 
 from .._avals import Array, PyTree, is_sharded, varying_axes
-from .._loop.chunk import Level, as_step, run_chunked
+from .._loop.chunk import Level, run_chunked
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Step
+from .._loop.loop import Arrays, Plan, Step
 from .._remat.remat import saves_steps
 from .._rows.leaves import SCHEDULE, Schedule
-from .._rows.mask import without_pairs
+from .._rows.mask import without_good
 from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
-from .._trace.hoist import array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
+from .._trace.hoist import Hoisted, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
 from .._trace.transposed import push_plainly, with_transpose
 from .._tree import Part, merge, split
 from .writing import Result, write_chunks
 
-Arrays = list[Any]
+Leaves = list[Any]
 
 
 # One step, and its tangent.
@@ -60,10 +60,10 @@ class Record:
     """
 
     jaxpr: Any
-    consts: Arrays
+    consts: Leaves
     states: int
 
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Arrays, Arrays]:
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Leaves, Leaves]:
         given = jax.tree.leaves((consts, state, feed))
         out = eval_jaxpr(self.jaxpr, self.consts, *given, propagate_source_info=True)
         out = [array_of(value, var.aval) for value, var in zip(out, self.jaxpr.outvars, strict=True)]
@@ -91,9 +91,9 @@ class Push:
     structure: Any
     where: tuple[Where, ...]
     making: Any
-    consts: Arrays
+    consts: Leaves
 
-    def at(self, same: tuple[Arrays, Arrays], saved: Arrays, fed: Arrays) -> Any:
+    def at(self, same: tuple[Leaves, Leaves], saved: Leaves, fed: Leaves) -> Any:
         """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
 
         Args:
@@ -120,14 +120,14 @@ class Linearized(NamedTuple):
 
     record: Record
     push: Push
-    same: tuple[Arrays, Arrays]
+    same: tuple[Leaves, Leaves]
     saved: list[Any]
     fed: list[int]
     state: tuple[bool, ...]
     y: tuple[bool, ...]
 
 
-def linearize(loop: Loop, part: Part) -> Linearized:
+def linearize(step_of: Step, loop: Arrays, part: Part) -> Linearized:
     """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
 
     The step is traced once, and again as `recorded`, which `jax.linearize` splits within the trace. What its tangent
@@ -139,13 +139,13 @@ def linearize(loop: Loop, part: Part) -> Linearized:
     first = len(jax.tree.leaves(loop.consts))
     last = first + len(jax.tree.leaves(loop.state))
     given = (*jax.tree.map(jax.typeof, (loop.consts, loop.state)), one_step(loop.xs))
-    step, types = jax.make_jaxpr(lambda *given: loop.step(*given))(*given), jax.tree.leaves(given)
+    step, types = jax.make_jaxpr(lambda *given: step_of(*given))(*given), jax.tree.leaves(given)
     on, y_on = _on_in_steps(step.jaxpr, part.on, first, last)
 
-    def recorded(*leaves: Any) -> tuple[Arrays, Any]:
+    def recorded(*leaves: Any) -> tuple[Leaves, Any]:
         smooth, others = split(on, leaves)
 
-        def of_smooth(*smooth: Any) -> tuple[Arrays, Arrays]:
+        def of_smooth(*smooth: Any) -> tuple[Leaves, Leaves]:
             out = eval_jaxpr(step.jaxpr, step.consts, *merge(on, smooth, others), propagate_source_info=True)
             out = [array_of(value, var.aval) for value, var in zip(out, step.jaxpr.outvars, strict=True)]
             return split((*on[first:last], *y_on), out)[0], out
@@ -249,8 +249,8 @@ class _Unless:
 
     step: Step
 
-    def __call__(self, consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
-        def leave(consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
+    def __call__(self, consts: Any, state: Any, feed: Feed) -> tuple[Any, Leaves]:
+        def leave(consts: Any, state: Any, feed: Feed) -> tuple[Any, Leaves]:
             del consts
             return state, feed.x[1]
 
@@ -258,122 +258,113 @@ class _Unless:
         return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), self.step, leave, consts, state, rest)
 
 
-def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
+def stack_chunks(plan: Plan, given: Arrays, size: int, outputs: Leaves) -> Result:
     """`write_chunks` in the form that JAX differentiates."""
-    inner = loop.step
+    inner = plan.step
 
-    def step(consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
+    def step(consts: Any, state: Any, feed: Feed) -> tuple[Any, Leaves]:
         return inner(consts, state, feed.x[0])
 
-    schedule, fed = SCHEDULE.take(loop.xs)
+    schedule, fed = SCHEDULE.take(given.xs)
     xs = SCHEDULE.put(Feed((fed, outputs)), schedule)
     level = Level(size, lambda step, looped: _Unless(step), slots=(SCHEDULE,))
-    return run_chunked(dataclasses.replace(loop, step=step, xs=xs), (level,))
+    return run_chunked(plan.having(step=step), (level,), given._replace(xs=xs))
 
 
-def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
+def push_forward(
+    plan: Plan, trace: Hoisted, size: int, idle: Leaves, given: Arrays, d_given: Arrays
+) -> tuple[Any, Any]:
     """The results of a loop and their tangents. What these need of each step is saved.
 
     Args:
-        loop: the loop, whose step returns its outputs as a list.
+        plan: the loop, whose step returns its outputs as a list.
+        trace: what was read off the trace of its step.
         size: the steps of a chunk.
         idle: the outputs of steps that are not run, `[T, ...]`.
-        tangents: those of (consts, state, xs).
+        given: what it runs on.
+        d_given: the tangents of that.
 
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
     """
-    schedule, fed = SCHEDULE.take(loop.xs)
-    if not saves_steps(dataclasses.replace(loop, xs=fed)):
+    schedule, fed = SCHEDULE.take(given.xs)
+    given = given._replace(xs=fed)
+    if not saves_steps(trace, plan, given):
         raise Unproven("it is better to compute chunks again, or their products at once")
-    given = loop.consts, loop.state, fed
     spread = any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given))
-    if spread or reshards(loop.hoisted.jaxpr):  # `_zeros` makes arrays for what steps save, which are not spread
+    if spread or reshards(trace.jaxpr):  # `_zeros` makes arrays for what steps save, which are not spread
         raise Unproven("arrays are spread over devices")
-    d_consts, d_state, d_fed = tangents
-    part, d_on = nonzero_part(given, (d_consts, d_state, SCHEDULE.put(d_fed, None)))
-    found = linearize(dataclasses.replace(loop, xs=fed), part)
+    part, d_on = nonzero_part(given, d_given._replace(xs=SCHEDULE.put(d_given.xs, None)))
+    found = linearize(plan.step, given, part)
     # JAX keeps the rule below with the trace of what calls it: it may hold no tracers, and no memo (as `run_split`).
     # What `record` closes over are none: hoisting has made consts of all arrays that a body closes over.
-    bare, record = as_step(loop).bare.having(callee=loop.callee.apart()), found.record
-    branches = loop.hoisted.branches
+    recording, branches = plan.apart().having(step=found.record), trace.branches
 
-    def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
-        xs = SCHEDULE.put(fed, schedule)
-        return dataclasses.replace(bare, step=record, consts=consts, state=state, xs=xs)
-
-    def saving(consts: Any, state: Arrays, fed: Feed, outputs: Arrays, schedule: Schedule) -> Result:
-        return write_chunks(recording(consts, state, fed, schedule), size, outputs)
+    def saving(given: Arrays, outputs: Leaves, schedule: Schedule) -> Result:
+        return write_chunks(recording, given._replace(xs=SCHEDULE.put(given.xs, schedule)), size, outputs)
 
     def rule(primals: Any, tangents: Any) -> tuple[Result, Result]:
         # Asked for by a derivative of this derivative alone: JAX differentiates the loop that stacks.
         schedule = primals[-1]
 
-        def stacked(given: tuple[Any, Arrays, Feed, Arrays]) -> Result:
-            return stack_chunks(recording(*given[:3], schedule), size, given[3])
+        def stacked(both: tuple[Arrays, Leaves]) -> Result:
+            given, outputs = both
+            return stack_chunks(recording, given._replace(xs=SCHEDULE.put(given.xs, schedule)), size, outputs)
 
         return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
-    empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
-    leaves, written = with_rule(saving, rule, sources=without_pairs)(
-        loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule
-    )
-    state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
+    empty, count = [_zeros(plan, aval) for aval in found.saved], len(idle)
+    of_leaves = given._replace(state=jax.tree.leaves(given.state))
+    leaves, written = with_rule(saving, rule, sources=without_good)(of_leaves, [*idle, *empty], schedule)
+    state, ys = jax.tree.unflatten(jax.tree.structure(given.state), leaves), written[:count]
     going_in, fed_leaves = _going_in(given, found, part, d_on), jax.tree.leaves(fed)
     read = written[count:], [fed_leaves[place] for place in found.fed]
-    d_state, d_ys = _push_all(bare, found, going_in, read, schedule, size)
+    d_state, d_ys = _push_all(recording, found, going_in, read, schedule, size)
     return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
 
 
-def _zeros(loop: Loop, aval: Any) -> Array:
+def _zeros(loop: Plan, aval: Any) -> Array:
     return jnp.zeros((loop.length, *aval.shape), aval.dtype)
 
 
-def _filled(tree: PyTree, on: Sequence[bool], tangents: Arrays) -> PyTree:
+def _filled(tree: PyTree, on: Sequence[bool], tangents: Leaves) -> PyTree:
     """The tangents of a tree, zero where none is known."""
     of_all, leaves = iter(tangents), zip(jax.tree.leaves(tree), on, strict=True)
     return fill_in(tree, [next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in leaves if is_smooth(leaf)])
 
 
-class _In(NamedTuple):
-    consts: Arrays
-    state: Arrays
-    xs: Arrays
-
-
 class _Out(NamedTuple):
-    state: Arrays
-    ys: Arrays
+    state: Leaves
+    ys: Leaves
 
 
-def _going_in(given: tuple[PyTree, ...], found: Linearized, part: Part, d_on: Arrays) -> _In:
+def _going_in(given: Arrays, found: Linearized, part: Part, d_on: Leaves) -> Arrays:
     """The tangents that go into the loop, those of the state for all leaves that get one in some step."""
-    first, state, left = len(jax.tree.leaves(given[0])), jax.tree.leaves(given[1]), iter(d_on)
+    first, state, left = len(jax.tree.leaves(given.consts)), jax.tree.leaves(given.state), iter(d_on)
     d_consts = [next(left) for is_on in part.on[:first] if is_on]
     both = zip(state, part.on[first : first + len(state)], found.state, strict=True)
     d_state = [next(left) if is_on else zeros_like(leaf) for leaf, is_on, settled in both if settled]
-    return _In(d_consts, d_state, list(left))
+    return Arrays(d_consts, d_state, list(left))
 
 
 def _push_all(
-    bare: Loop, found: Linearized, given: _In, read: tuple[Arrays, Arrays], schedule: Schedule, size: int
+    plan: Plan, found: Linearized, given: Arrays, read: tuple[Leaves, Leaves], schedule: Schedule, size: int
 ) -> _Out:
     """The tangents that come out of a loop. `read` is what its steps have saved, and what they were fed."""
     same, push = found.same, found.push  # a step may not hold tracers
     outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
-    zeros = [_zeros(bare, var.aval) for var in split(found.y, outputs)[0]]
+    zeros = [_zeros(plan, var.aval) for var in split(found.y, outputs)[0]]
 
-    def push_steps(given: _In) -> _Out:
-        def step(consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
+    def push_steps(given: Arrays) -> _Out:
+        def step(consts: Any, state: Leaves, feed: Feed) -> tuple[Leaves, Leaves]:
             (same, d_consts), (saved, fed, d_x) = consts, feed.x
             out = push.at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
-        xs, consts = SCHEDULE.put(Feed((*read, given.xs)), schedule), (same, given.consts)
-        loop = dataclasses.replace(bare, step=step, consts=consts, state=given.state, xs=xs)
-        return _Out(*stack_chunks(loop, size, zeros))
+        xs = SCHEDULE.put(Feed((*read, given.xs)), schedule)
+        return _Out(*stack_chunks(plan.having(step=step), Arrays((same, given.consts), given.state, xs), size, zeros))
 
-    def pull_steps(cotangents: _Out) -> _In:
+    def pull_steps(cotangents: _Out) -> Arrays:
         """The transpose of `push_steps`: the loop in reverse, of the transposes of its steps.
 
         A step takes the tangents of (consts, state, x) to those of (state, y), so its transpose takes cotangents of the
@@ -387,7 +378,7 @@ def _push_all(
         one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in given.xs]
         types = [*map(jax.typeof, (*given.consts, *given.state)), *one_x]
 
-        def step(same: Any, carried: Any, feed: Feed) -> tuple[Any, Arrays]:
+        def step(same: Any, carried: Any, feed: Feed) -> tuple[Any, Leaves]:
             (d_consts, d_state), (saved, fed, d_y) = carried, feed.x
             back = jax.linear_transpose(push.at(same, saved, fed), *types)([*d_state, *d_y])
             more, d_state, d_x = (list(back[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
@@ -395,16 +386,10 @@ def _push_all(
 
         state = [zeros_like(leaf) for leaf in given.consts], cotangents.state
         xs = SCHEDULE.put(Feed((*read, cotangents.ys)), schedule)
-        loop = dataclasses.replace(
-            bare,
-            step=step,
-            consts=same,
-            state=state,
-            xs=xs,
-            lowering=dataclasses.replace(bare.lowering, reverse=not bare.reverse),
-        )
-        (d_consts, d_state), d_xs = write_chunks(loop, size, [zeros_like(leaf) for leaf in given.xs])
-        return _In(d_consts, d_state, d_xs)
+        back = plan.having(step=step, lowering=dataclasses.replace(plan.lowering, reverse=not plan.reverse))
+        zeros = [zeros_like(leaf) for leaf in given.xs]
+        (d_consts, d_state), d_xs = write_chunks(back, Arrays(same, state, xs), size, zeros)
+        return Arrays(d_consts, d_state, d_xs)
 
     like = _Out([zeros_like(leaf) for leaf in given.state], zeros)
     return with_transpose(push_steps, pull_steps, given, like)

@@ -12,9 +12,8 @@ import numpy as np
 
 from .._avals import Array, PyTree
 from .._cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_steps
-from .._loop.chunk import RunChunk, as_step
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Step
+from .._loop.loop import Arrays, Plan, Step
 from .._loop.run import run
 from .._rows.axes import RowAxes
 from .._rows.compact import put_rows, take_feed, take_rows
@@ -37,7 +36,8 @@ class Carried(NamedTuple):
 
 
 def write_chunks(
-    loop: Loop,
+    plan: Plan,
+    given: Arrays,
     size: int,
     outputs: list[Array],
     tiers: tuple[int, ...] = (0,),
@@ -48,40 +48,33 @@ def write_chunks(
     """Runs the chunks of a loop that its schedule selects. Its steps write their outputs, a list, in place.
 
     Args:
-        loop: the loop; its feed has a `SCHEDULE`.
+        plan: the loop.
+        given: what it runs on; its feed has a `SCHEDULE`.
         size: the steps of a chunk.
         outputs: those of steps that are not run, `[T, ...]`.
         tiers: the numbers of rows to choose from; one for all of them.
         axes: where the rows are, if there are several tiers.
         products: whether a step has products that may be computed for a chunk at once.
     """
-    schedule, fed = SCHEDULE.take(loop.xs)
-    loop = loop.having(xs=fed)
-    count, left = divmod(loop.length, size)
+    schedule, fed = SCHEDULE.take(given.xs)
+    count, left = divmod(plan.length, size)
     places = Places(size, folded=not left and len(tiers) == 1)
-    main = _Chunk(as_step(loop.having(length=size)), tiers, axes, products, places)
-    carried = Carried(loop.state, places.lay(outputs))
-    consts = (loop.consts, places.lay(loop.xs))
+    main = _Chunk(plan.having(length=size), tiers, axes, products, places)
+    carried = Carried(given.state, places.lay(outputs))
+    consts = (given.consts, places.lay(fed))
     scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
     # A mask is read by many fusions. At a pair of indices, XLA's CPU backend does not vectorize these.
     whole = Feed(places.starts(count), valid=consts[1].valid if places.folded else None)
 
     def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
-        rest = _Chunk(as_step(loop.having(length=left)), tiers[-1:], axes, products, Places(left))
+        rest = _Chunk(plan.having(length=left), tiers[-1:], axes, products, Places(left))
         last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
         return rest(consts, carried, SCHEDULE.put(Feed(np.uint32(count * size)), last))[0]
 
-    carried = run_rest(carried) if left and loop.reverse else carried
-    chunks = loop.having(
-        step=main,
-        consts=consts,
-        state=carried,
-        xs=SCHEDULE.put(whole, scheduled),
-        length=count,
-        lowering=loop.lowering.plain,
-    )
-    carried, _ = run(chunks)
-    carried = run_rest(carried) if left and not loop.reverse else carried
+    carried = run_rest(carried) if left and plan.reverse else carried
+    chunks = plan.having(step=main, length=count, lowering=plan.lowering.plain)
+    carried, _ = run(chunks, Arrays(consts, carried, SCHEDULE.put(whole, scheduled)))
+    carried = run_rest(carried) if left and not plan.reverse else carried
     return carried.state, places.unlay(carried.outputs)
 
 
@@ -92,14 +85,14 @@ class _Chunk:
     Its feed has the chunk's mask, bool[steps, *batch], if `places` are folded.
 
     Attributes:
-        steps: runs the steps of a chunk.
+        steps: the loop over the steps of a chunk.
         tiers: the numbers of rows to choose from.
         axes: where the rows are; None where there is one tier.
         products: whether a step has products that may be computed for a chunk at once.
         places: where its steps are in xs and outputs.
     """
 
-    steps: RunChunk
+    steps: Plan
     tiers: tuple[int, ...]
     axes: RowAxes | None
     products: bool
@@ -111,24 +104,19 @@ class _Chunk:
 
         def all_rows(carried: Carried) -> Carried:
             fed = self.places.of_chunk(xs, feed.x) if self.products else xs
-            loop, step, consts = self._begin(inner, carried.state, fed)
-            writing = loop.having(
-                step=_Write(step, self.places.folded),
-                consts=(consts, xs if feed.valid is None else xs._replace(valid=None), feed.x),
-                state=carried,
-                xs=Feed(self.places.steps(), valid=feed.valid),
-            )
-            return run(writing)[0]
+            step, consts = self._begin(Arrays(inner, carried.state, fed))
+            consts = consts, xs if feed.valid is None else xs._replace(valid=None), feed.x
+            given = Arrays(consts, carried, Feed(self.places.steps(), valid=feed.valid))
+            return run(self.steps.having(step=_Write(step, self.places.folded)), given)[0]
 
         def first_rows(rows: int, carried: Carried) -> Carried:
             assert schedule.order is not None
             assert self.axes is not None
             live, axes = schedule.order[:rows], self.axes
             fed = take_feed(self.places.of_chunk(xs, feed.x), axes.x, live)
-            loop, step, consts = self._begin(
-                take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
-            )
-            new, ys = run(loop.having(step=step, consts=consts, xs=Feed((self.places.steps(), fed))))
+            state = take_rows(carried.state, axes.state, live)
+            step, consts = self._begin(Arrays(take_rows(inner, inner.spread(axes.consts), live), state, fed))
+            new, ys = run(self.steps.having(step=step), Arrays(consts, state, Feed((self.places.steps(), fed))))
             outputs = [
                 jax.lax.dynamic_update_slice_in_dim(out, y, feed.x, 0)
                 if axis is None
@@ -151,10 +139,8 @@ class _Chunk:
 
         return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), run_some, _as_it_is, state), None
 
-    def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Step, PyTree]:
-        loop = self.steps.loop(consts, state, fed)
-        step, consts = with_early_products(loop) if self.products else without_early_products(loop)
-        return loop, step, consts
+    def _begin(self, given: Arrays) -> tuple[Step, PyTree]:
+        return (with_early_products if self.products else without_early_products)(self.steps, given)
 
 
 @dataclass(frozen=True)

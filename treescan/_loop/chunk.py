@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from .._avals import PyTree
 from .feed import Feed, Slot, slots_of
-from .loop import Loop, Step
+from .loop import Arrays, Plan, Step
 from .run import in_one_mesh, run
 from .sizes import Around
 
@@ -67,20 +67,20 @@ class RunChunk:
     """A step that runs the steps of a loop, over the stretch of xs that it is fed.
 
     Attributes:
-        bare: the loop, less its arrays.
+        plan: the loop.
         levels: how it is cut.
     """
 
-    bare: Loop
-    levels: tuple[Level, ...]
+    plan: Plan
+    levels: tuple[Level, ...] = ()
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        return run_chunked(self.loop(consts, state, feed), self.levels)
+        return run_chunked(self.plan, self.levels, Arrays(consts, state, feed))
 
     @property
     def length(self) -> int:
         """The number of steps."""
-        return self.bare.length
+        return self.plan.length
 
     @property
     def is_loop(self) -> bool:
@@ -88,7 +88,7 @@ class RunChunk:
 
         `jax.lax.scan` does so with steps that are left over if it unrolls the others.
         """
-        length, unroll = self.length, self.bare.lowering.unroll
+        length, unroll = self.length, self.plan.lowering.unroll
         sizes = [level.size for level in self.levels if level.size < length]
         if sizes:
             return length // sizes[-1] > 1
@@ -96,56 +96,46 @@ class RunChunk:
 
     def rolled(self) -> RunChunk:
         """What runs the same steps as a loop, whatever `unroll` says, if there are several of them."""
-        return (
-            self
-            if self.is_loop
-            else RunChunk(self.bare.having(lowering=dataclasses.replace(self.bare.lowering, unroll=1)), self.levels)
-        )
-
-    def loop(self, consts: PyTree, state: PyTree, feed: Feed) -> Loop:
-        """The loop that it is, on the given arrays."""
-        return self.bare.having(consts=consts, state=state, xs=feed)
+        lowering = dataclasses.replace(self.plan.lowering, unroll=1)
+        return self if self.is_loop else RunChunk(self.plan.having(lowering=lowering), self.levels)
 
 
-def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:
-    """A whole loop as the step of another."""
-    return RunChunk(Loop(loop.callee, loop.step, None, None, Feed(None), loop.length, loop.lowering), levels)
-
-
-def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+def run_chunked(plan: Plan, levels: tuple[Level, ...], given: Arrays) -> tuple[PyTree, PyTree]:
     """Runs a loop in nested chunks; the results are those of `run`.
 
     Chunks lie at the multiples of each size, in reverse too; the remainder is at the highest positions. Main part,
     remainder and every level share the loop's own step, so that lax.scan traces it once.
 
     Args:
-        loop: the loop.
+        plan: the loop.
         levels: ascending in size, each dividing the next. Nothing is put around a chunk that holds the whole loop,
             unless the feed has an entry for it: then it is its remainder.
+        given: what it runs on.
     """
-    loop = in_one_mesh(loop) if levels else loop
-    while levels and levels[-1].size >= loop.length and not levels[-1].slots:
+    given = in_one_mesh(plan, given) if levels else given
+    while levels and levels[-1].size >= plan.length and not levels[-1].slots:
         levels, outputs = levels[:-1], levels[-1].outputs
         if outputs is not None:
-            return outputs(as_step(loop, levels))(loop.consts, loop.state, loop.xs)
-    if not levels or not loop.length:
-        return run(loop)
-    left = loop.length if levels[-1].size >= loop.length else loop.length % levels[-1].size
+            return outputs(RunChunk(plan, levels))(*given)
+    if not levels or not plan.length:
+        return run(plan, given)
+    left = plan.length if levels[-1].size >= plan.length else plan.length % levels[-1].size
     if left == 1 and _may_grow(levels[-1]):
         left += levels[-1].size
-    last = _around(levels[-1], as_step(dataclasses.replace(loop, length=left), levels[:-1]), looped=False)
-    if left == loop.length:
-        return last(loop.consts, loop.state, _first_entries(loop.xs, levels[-1]))
-    main, rest = _split(loop.xs, loop.length - left, levels)
-    whole = dataclasses.replace(loop, length=loop.length - left)  # without xs, nothing else says how many these are
+    last = _around(levels[-1], RunChunk(plan.having(length=left), levels[:-1]), looped=False)
+    consts, state, xs = given
+    if left == plan.length:
+        return last(consts, state, _first_entries(xs, levels[-1]))
+    main, rest = _split(xs, plan.length - left, levels)
+    whole = plan.having(length=plan.length - left)  # without xs, nothing else says how many these are
     if not left:
-        return _run_main(whole, main, levels)
-    if loop.reverse:
-        state, end = last(loop.consts, loop.state, rest)
-        state, start = _run_main(dataclasses.replace(whole, state=state), main, levels)
+        return _run_main(whole, levels, Arrays(consts, state, main))
+    if plan.reverse:
+        state, end = last(consts, state, rest)
+        state, start = _run_main(whole, levels, Arrays(consts, state, main))
     else:
-        state, start = _run_main(whole, main, levels)
-        state, end = last(loop.consts, state, rest)
+        state, start = _run_main(whole, levels, Arrays(consts, state, main))
+        state, end = last(consts, state, rest)
     return state, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), start, end)
 
 
@@ -199,8 +189,8 @@ def _group(tree: PyTree, steps: int, size: int) -> tuple[PyTree, PyTree]:
     return jax.tree.map(group, tree), jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, steps, None), tree)
 
 
-def _run_main(loop: Loop, xs: Feed, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+def _run_main(plan: Plan, levels: tuple[Level, ...], given: Arrays) -> tuple[PyTree, PyTree]:
     size = levels[-1].size
-    step = _around(levels[-1], as_step(dataclasses.replace(loop, length=size), levels[:-1]), looped=True)
-    state, ys = run(loop.having(step=step, xs=xs, length=loop.length // size, lowering=loop.lowering.plain))
+    step = _around(levels[-1], RunChunk(plan.having(length=size), levels[:-1]), looped=True)
+    state, ys = run(plan.having(step=step, length=plan.length // size, lowering=plan.lowering.plain), given)
     return state, jax.tree.map(lambda y: y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]), ys)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
@@ -11,6 +12,7 @@ import jax
 from .._avals import PyTree
 
 T = TypeVar("T")
+Held = TypeVar("Held", "Feed", "Consts")
 
 
 class Feed(NamedTuple):
@@ -29,8 +31,33 @@ class Feed(NamedTuple):
     extra: Extra | None = None
 
 
+class Consts(NamedTuple):
+    """What every step of a traced loop reads, and none changes.
+
+    Each step reads its own part by its name, and hands on the whole: none knows what others read.
+
+    Attributes:
+        extra: what the slots of options hold; see `Slot`.
+        unchanged: the leaves of the state that the traced step does not change.
+        closed: what its body closes over; None: that is still in the trace. See `hoist.lift`.
+        inner: what it read before it was traced.
+    """
+
+    extra: Extra | None = None
+    unchanged: Sequence[Any] = ()
+    closed: list[Any] | None = None
+    inner: PyTree = None
+
+    def spread(self, told: Consts) -> tuple[Any, ...]:
+        """For each leaf what is told of it, in these same places, where a place has one item a leaf; else None."""
+        parts = [*((value, slot.of(told)) for slot, value in slots_of(self)), *zip(self[1:], told[1:], strict=True)]
+        return tuple(
+            itertools.chain.from_iterable(known or (None,) * len(jax.tree.leaves(part)) for part, known in parts)
+        )
+
+
 class Slot(Generic[T]):
-    """The place of one option in a `Feed`. The option's own file holds the only reference to it.
+    """The place of one option in a `Feed`, or in `Consts`. The option's own file holds the only reference to it.
 
     Args:
         name: for messages, and for the order of the leaves.
@@ -46,21 +73,43 @@ class Slot(Generic[T]):
     def __repr__(self) -> str:
         return f"Slot({self.name})"
 
-    def of(self, feed: Feed) -> T | None:
+    def of(self, feed: Feed | Consts) -> T | None:
         """What is there; None: nothing is."""
         return None if feed.extra is None else cast("T | None", feed.extra.held.get(self))
 
-    def put(self, feed: Feed, value: T | None) -> Feed:
-        """The feed with this in its place; with None, nothing is there."""
+    def read(self, feed: Feed | Consts) -> T:
+        """What is there, where something is."""
+        return cast("T", self.of(feed))
+
+    def put(self, feed: Held, value: T | None) -> Held:
+        """The feed, or the consts, with this in its place; with None, nothing is there."""
         held = {} if feed.extra is None else dict(feed.extra.held)
         held.pop(self, None)
         if value is not None:
             held[self] = value
         return feed._replace(extra=Extra(held) if held else None)
 
-    def take(self, feed: Feed) -> tuple[T, Feed]:
-        """What is there, and the feed without it."""
-        return cast("T", self.of(feed)), self.put(feed, None)
+    def note(self, feed: Held, said: Sequence[Any]) -> Held:
+        """A record of what is said of each array, with this for those in its place; see `Consts.spread`."""
+        return self.put(feed, cast("T", said))
+
+    def take(self, feed: Held) -> tuple[T, Held]:
+        """What is there, and the feed, or the consts, without it."""
+        return self.read(feed), self.put(feed, None)
+
+
+class Flag(Slot[tuple[()]]):
+    """A place in the consts without arrays: what a step around others says to one of them, of the whole run."""
+
+    __slots__ = ()
+
+    def on(self, consts: Consts) -> bool:
+        """Whether it was said."""
+        return self.of(consts) is not None
+
+    def raised(self, consts: Consts, on: bool = True) -> Consts:
+        """The consts that say so, if `on`."""
+        return self.put(consts, ()) if on else consts
 
 
 @jax.tree_util.register_pytree_node_class
@@ -102,7 +151,7 @@ def of_steps(feed: Feed) -> Feed:
     return feed
 
 
-def slots_of(feed: Feed) -> Iterator[tuple[Slot[Any], Any]]:
+def slots_of(feed: Feed | Consts) -> Iterator[tuple[Slot[Any], Any]]:
     """The slots of a feed that hold something, with what they hold, in the order of their names."""
     held = {} if feed.extra is None else feed.extra.held
     return iter(sorted(held.items(), key=lambda item: item[0].name))

@@ -12,7 +12,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -24,6 +24,7 @@ from .feed import Feed
 from .replaced import replacement
 
 if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
+    from .._body.call import CallBody
     from .._rows.axes import Rows
     from .._trace.hoist import Hoisted
     from .._transforms.call import Arguments
@@ -235,19 +236,6 @@ class Step(Protocol):
         ...
 
 
-def within(step: Step, kind: type[Any], change: Callable[[Any], Step]) -> Step:
-    """A step around others, of which the one of a kind is changed; each has the inner one as its `step`."""
-    if isinstance(step, kind):
-        return change(step)
-    inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
-    return dataclasses.replace(cast(Any, step), step=within(inner, kind, change))
-
-
-def innermost(step: Any, kind: type[_T]) -> _T:
-    """Of a step around others, the one of a kind."""
-    return step if isinstance(step, kind) else innermost(step.step, kind)
-
-
 class Result(NamedTuple):
     """What a loop returns.
 
@@ -326,18 +314,20 @@ class Callee:
 
     Attributes:
         body: its handle.
+        call: the step that calls it, for what it says of the call.
         names: what it calls its carry and its x, for messages.
         memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
             trace, and with it values of an outer one.
     """
 
     body: Body
+    call: CallBody
     names: tuple[str, str] = ("carry", "x")
     memo: Memo | None = None
 
     def apart(self) -> Callee:
         """The function of a step that holds a trace: what is made for that step goes with the loop."""
-        return Callee(self.body, self.names, Memo())
+        return Callee(self.body, self.call, self.names, Memo())
 
 
 class Runner(Protocol):
@@ -353,47 +343,35 @@ class Runner(Protocol):
         ...
 
 
+class Arrays(NamedTuple):
+    """What a loop runs on; or the same tree with something else for each array: its type, its tangent, a variable.
+
+    Attributes:
+        consts: what every step reads and none changes.
+        state: what is carried from step to step.
+        xs: what is scanned over; every leaf leads with the number of steps.
+    """
+
+    consts: PyTree
+    state: PyTree
+    xs: Any
+
+
 @dataclass(frozen=True)
-class Loop:
-    """A scan that has not run yet. Transforms map a Loop to a Loop; `run` runs it.
+class Plan:
+    """What a loop does: hashable, and without any array. So a rule for derivatives may hold it.
 
     Attributes:
         callee: the user's function.
         step: what runs each step.
-        consts: arrays that every step reads and none changes.
-        state: what is carried from step to step.
-        xs: what is scanned over; every leaf leads with `length`.
         length: the number of steps.
         lowering: how `jax.lax.scan` runs it.
-        given: what the verb was told beside init and xs; None where rules for derivatives keep the loop.
-        trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
-        remat: what the gradient recomputes of each step, as the user asked; of turns a tuple. None: the user did not.
-        wishes: the chunks that transforms ask for, and what they put around them; see `plan.plan`.
-        keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
-        rows: where the rows of a masked scan are.
-        runner: what runs the loop in place of `nest.run_levels`.
-        turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
-            `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
-            than there are iterations. None: the loop runs its own step.
-        finish: what each transform does to the loop's results, in the order of the transforms.
     """
 
     callee: Callee
     step: Step
-    consts: PyTree
-    state: PyTree
-    xs: Feed
     length: int
     lowering: Lowering = Lowering()
-    given: Arguments | None = None
-    trace: Hoisted | None = None
-    remat: Remat | tuple[Remat | None, ...] | None = None
-    wishes: tuple[Wish, ...] = ()
-    keeps: tuple[int | None, ...] | None = None
-    rows: Rows | None = None
-    runner: Runner | None = None
-    turns: tuple[Loop, ...] = ()
-    finish: tuple[Finish, ...] = ()
 
     if TYPE_CHECKING:
 
@@ -412,6 +390,59 @@ class Loop:
             """Whether it runs from the last position to the first."""
             return self.lowering.reverse
 
+    else:  # read hundreds of times on the way to a trace: these are no calls of Python
+        body = property(operator.attrgetter("callee.body"))
+        names = property(operator.attrgetter("callee.names"))
+        reverse = property(operator.attrgetter("lowering.reverse"))
+
+    def having(self, **changes: Any) -> Self:
+        """`dataclasses.replace`, ten times as fast: each loop is changed twenty times on its way to its trace."""
+        assert changes.keys() <= self.__dict__.keys()
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **changes)
+        return other
+
+    def apart(self) -> Self:
+        """The same with a memo of its own: for a step that holds a trace."""
+        return self.having(callee=self.callee.apart())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop(Plan):
+    """A scan that has not run yet. Transforms map a Loop to a Loop; `run` runs it.
+
+    Attributes:
+        consts: arrays that every step reads and none changes.
+        state: what is carried from step to step.
+        xs: what is scanned over; every leaf leads with `length`.
+        given: what the verb was told beside init and xs; None where rules for derivatives keep the loop.
+        trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
+        remat: what the gradient recomputes of each step, as the user asked; of turns a tuple. None: the user did not.
+        wishes: the chunks that transforms ask for, and what they put around them; see `plan.plan`.
+        keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
+        rows: where the rows of a masked scan are.
+        runner: what runs the loop in place of `nest.run_levels`.
+        turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
+            `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
+            than there are iterations. None: the loop runs its own step.
+        finish: what each transform does to the loop's results, in the order of the transforms.
+    """
+
+    consts: PyTree
+    state: PyTree
+    xs: Feed
+    given: Arguments | None = None
+    trace: Hoisted | None = None
+    remat: Remat | tuple[Remat | None, ...] | None = None
+    wishes: tuple[Wish, ...] = ()
+    keeps: tuple[int | None, ...] | None = None
+    rows: Rows | None = None
+    runner: Runner | None = None
+    turns: tuple[Loop, ...] = ()
+    finish: tuple[Finish, ...] = ()
+
+    if TYPE_CHECKING:
+
         @property
         def hoisted(self) -> Hoisted:
             """What was read off its trace; it was traced."""
@@ -424,10 +455,7 @@ class Loop:
             assert self.rows is not None
             return self.rows
 
-    else:  # read hundreds of times on the way to a trace: these are no calls of Python
-        body = property(operator.attrgetter("callee.body"))
-        names = property(operator.attrgetter("callee.names"))
-        reverse = property(operator.attrgetter("lowering.reverse"))
+    else:  # as in `Plan`
         hoisted = property(operator.attrgetter("trace"))
         masked = property(operator.attrgetter("rows"))
 
@@ -451,12 +479,15 @@ class Loop:
         """How many steps all of its loops have together."""
         return sum(turn.length for turn in self.turns) if self.turns else self.length
 
-    def having(self, **changes: Any) -> Loop:
-        """`dataclasses.replace`, ten times as fast: each loop is changed twenty times on its way to its trace."""
-        assert changes.keys() <= self.__dict__.keys()
-        loop = object.__new__(Loop)
-        loop.__dict__.update(self.__dict__, **changes)
-        return loop
+    @property
+    def plan(self) -> Plan:
+        """What it does."""
+        return Plan(self.callee, self.step, self.length, self.lowering)
+
+    @property
+    def arrays(self) -> Arrays:
+        """What it runs on."""
+        return Arrays(self.consts, self.state, self.xs)
 
     def with_turns(self, turns: Sequence[Loop]) -> Loop:
         """The loop with others in the places of those in `each`. They have the same state."""

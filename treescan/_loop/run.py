@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -20,7 +19,7 @@ from jax.core import Tracer
 from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, names_no_mesh, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
 from .feed import Feed
-from .loop import Body, Loop, Step, is_jit_disabled
+from .loop import Arrays, Body, Plan, Step, is_jit_disabled
 from .replaced import in_step, lax_scan, own_scan
 
 
@@ -65,38 +64,38 @@ checks_key_reuse: Callable[[], bool] = functools.partial(getattr, jax.config, "j
 """Whether the user turned on `jax_debug_key_reuse`."""
 
 
-def run(loop: Loop) -> tuple[PyTree, PyTree]:
+def run(plan: Plan, given: Arrays) -> tuple[PyTree, PyTree]:
     """Runs a loop: its last state, and its outputs stacked along axis 0.
 
     Consts travel in lax.scan's carry. A carry leaf that a step hands on unchanged is turned into a constant of the
     loop by lax.scan itself, so that this costs nothing, and a step needs no closure.
     """
-    mesh = _mesh_to_name(loop)
+    mesh = _mesh_to_name(plan, given)
     try:
-        return _run_in(loop, mesh)
+        return _run_in(plan, given, mesh)
     except Fault as fault:
-        if mesh is None or not any(map(names_no_mesh, jax.tree.leaves(loop.state))):
+        if mesh is None or not any(map(names_no_mesh, jax.tree.leaves(given.state))):
             raise
         try:  # as lax.scan would: an init that names no mesh takes the sharding of what the step returns
-            return _run_in(loop, None)
+            return _run_in(plan, given, None)
         except Fault:
             raise
         except Exception:
             raise fault from None
 
 
-def _run_in(loop: Loop, mesh: Any) -> tuple[PyTree, PyTree]:
-    packed = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:]))
-    function = (loop.callee.memo or loop.body.memo)(
-        (_Lowered, loop.step, packed, mesh),
-        lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names), mesh),
+def _run_in(plan: Plan, given: Arrays, mesh: Any) -> tuple[PyTree, PyTree]:
+    packed = given.consts is not None or bool(jax.tree.leaves(given.xs[1:]))
+    function = (plan.callee.memo or plan.body.memo)(
+        (_Lowered, plan.step, packed, mesh),
+        lambda: _Lowered(plan.body, plan.step, packed, named_signature(*plan.names), mesh),
     )
-    loop = loop if mesh is None else in_one_mesh(loop)
-    carry, xs = ((loop.consts, loop.state), loop.xs) if packed else (loop.state, loop.xs.x)
-    if is_jit_disabled() and loop.length:
-        result = _run_step_by_step(function, carry, xs, loop.length, loop.reverse)
+    consts, state, feed = given if mesh is None else in_one_mesh(plan, given)
+    carry, xs = ((consts, state), feed) if packed else (state, feed.x)
+    if is_jit_disabled() and plan.length:
+        result = _run_step_by_step(function, carry, xs, plan.length, plan.reverse)
     else:
-        result = _run_compiled(function, carry, xs, loop)
+        result = _run_compiled(function, carry, xs, plan)
     if not packed:
         return result
     (_, state), ys = result
@@ -109,7 +108,7 @@ def named_signature(*names: str) -> inspect.Signature:
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
-def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> tuple[PyTree, PyTree]:
+def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Plan) -> tuple[PyTree, PyTree]:
     # The output types of a loop without steps are known from a trace alone, which lax.scan refuses under disable_jit.
     length = None if jax.tree.leaves(xs) else loop.length  # lax.scan asks for an int, and a size may be symbolic
     traced = jax.disable_jit(False) if is_jit_disabled() else contextlib.nullcontext()
@@ -125,28 +124,28 @@ def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> 
         raise
 
 
-def in_one_mesh(loop: Loop) -> Loop:
-    """The loop, its whole state on the mesh with explicit axes that its arrays name, if they name one.
+def in_one_mesh(plan: Plan, given: Arrays) -> Arrays:
+    """What a loop runs on, its whole state on the mesh with explicit axes that its arrays name, if they name one.
 
     Under `jax.vmap` over an axis that is sharded on such a mesh, JAX cannot give a type to a leaf that becomes mapped
     if it names no mesh.
     """
-    mesh = _mesh_to_name(loop)
+    mesh = _mesh_to_name(plan, given)
     if mesh is None:
-        return loop
-    leaves, structure = jax.tree.flatten(as_arrays(loop.state))
+        return given
+    leaves, structure = jax.tree.flatten(as_arrays(given.state))
     is_set = not jax.sharding.get_abstract_mesh().empty  # else JAX reshards nothing outside of a trace
     named = [in_mesh(leaf, mesh) if is_set or isinstance(leaf, Tracer) else leaf for leaf in leaves]
-    return dataclasses.replace(loop, state=jax.tree.unflatten(structure, named))
+    return given._replace(state=jax.tree.unflatten(structure, named))
 
 
-def _mesh_to_name(loop: Loop) -> Any:
+def _mesh_to_name(plan: Plan, given: Arrays) -> Any:
     # Of a remainder, lax.scan writes outputs that name the mesh which is set into arrays that may name none.
-    mesh = set_mesh() if _has_remainder(loop) else None
-    return mesh or mesh_of((loop.state, loop.consts, loop.xs))
+    mesh = set_mesh() if _has_remainder(plan) else None
+    return mesh or mesh_of((given.state, given.consts, given.xs))
 
 
-def _has_remainder(loop: Loop) -> bool:
+def _has_remainder(loop: Plan) -> bool:
     """Whether an unrolled loop has steps that are left over."""
     unroll = loop.lowering.unroll
     return type(unroll) is int and unroll > 1 and isinstance(loop.length, int) and loop.length % unroll > 0

@@ -22,7 +22,7 @@ from .._avals import (
     varying_axes,
 )
 from .._errors import Misuse
-from .._loop.feed import Feed, Slot
+from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step
 from .._rows.axes import Begins, with_axes
 from .._rows.leaves import expand, first_valid, pick_steps, select
@@ -30,6 +30,9 @@ from .._rows.spans import Spans, at_rows, numbers_of, refuse_split_rows, turns
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Stage, Transform
 from .reset_to import check_settled
+
+BEGINS_FROM: Slot[list[Array | None]] = Slot("begins from")
+"""What segments begin from, for each leaf of the state; see `Reset`."""
 
 RESET: Slot[Array] = Slot("reset", rows=True)
 """Which rows begin a segment before this step."""
@@ -146,7 +149,7 @@ def _start(loop: Loop, number: int, leaf: Array, axis: int | None, spans: Spans)
 
 @dataclass(frozen=True)
 class Reset:
-    """The step that begins segments first. Its consts are (targets, inner consts), its state a list of leaves.
+    """The step that begins segments first. Its state is a list of leaves.
 
     A target is what a leaf begins from, in the leaf's shape or a scalar; or a table of that, with an entry for each
     sequence. The feed's flags then are the numbers of the sequences that begin, counted from 1.
@@ -162,10 +165,10 @@ class Reset:
     carry_axes: LeafAxes
     tables: tuple[bool, ...]
 
-    def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        targets, inner = consts
+    def __call__(self, consts: Consts, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        targets, consts = BEGINS_FROM.take(consts)
         flags, feed = RESET.take(feed)
-        return self.step(inner, begin(flags, state, targets, self.carry_axes, self.tables), feed)
+        return self.step(consts, begin(flags, state, targets, self.carry_axes, self.tables), feed)
 
 
 def begin(
@@ -265,10 +268,10 @@ class ResetRows(Transform):
         loop = dataclasses.replace(
             loop,
             step=Reset(loop.step, axes.state, begins.tables),
-            consts=(begins.targets, loop.consts),
+            consts=BEGINS_FROM.put(loop.consts, begins.targets),
             xs=RESET.put(loop.xs, begins.flags),
         )
-        return with_axes(loop, consts=(*own, *axes.consts))
+        return with_axes(loop, consts=BEGINS_FROM.note(axes.consts, own))
 
 
 def begins_of(loop: Loop, state: list[Array]) -> Begins:

@@ -14,7 +14,7 @@ from jax.core import eval_jaxpr
 
 from .._avals import PyTree, as_arrays, describe_leaf
 from .._errors import BodyFault, Fault, Row
-from .._loop.feed import Feed
+from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
@@ -67,15 +67,15 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
         hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
         step: Step = DroppingOnce(hoisted.loop.step, wanted)
         return Parted(dataclasses.replace(hoisted.loop, step=step).finished(hoisted.restore), y, reads)
-    unchanged, inner = hoisted.loop.consts
+    consts = EARLY.put(hoisted.loop.consts, once.early)
     rest_y = jax.tree.structure(_pruned(hoisted.y, flags))
     run = dataclasses.replace(hoisted.loop, xs=loop.xs, length=loop.length)
     if whole:
         step = _Rest(rest, program.consts, (False,) * len(hoisted.fixed), rest_y)
-        run = dataclasses.replace(run, step=step, consts=(([], inner), once.early), state=hoisted.settled)
+        run = dataclasses.replace(run, step=step, consts=consts._replace(unchanged=()), state=hoisted.settled)
         return Parted(run.finished(functools.partial(jax.tree.unflatten, hoisted.structure)), y, reads)
     step = _Rest(rest, program.consts, hoisted.fixed, rest_y)
-    run = dataclasses.replace(run, step=step, consts=((unchanged, inner), once.early))
+    run = dataclasses.replace(run, step=step, consts=consts)
     return Parted(run.finished(hoisted.restore), y, reads)
 
 
@@ -113,10 +113,9 @@ def _reads(
         if not behind.isdisjoint(equation.outvars):
             behind.update(variables_of(equation.invars))
     read |= left | behind
-    flags = tuple(var in read for var in program.jaxpr.invars)
-    _, inner = hoisted.loop.consts
-    consts = len(jax.tree.leaves(inner))
-    return flags[:consts], flags[consts + len(hoisted.fixed) :]
+    given = hoisted.inputs
+    of_consts, of_feed = (tuple(var in read for var in jax.tree.leaves(part)) for part in (given.consts, given.feed))
+    return of_consts, of_feed
 
 
 def _pruned(y: PyTree, flags: Sequence[bool]) -> PyTree:
@@ -135,19 +134,22 @@ class DroppingOnce:
         return state, _pruned(y, _flags(self.wanted, y))
 
 
+EARLY: Slot[list[Any]] = Slot("early")
+"""What was computed before the loop."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """What is left of a traced step. Its consts: ((unchanged leaves, inner consts), what was computed before)."""
+    """What is left of a traced step."""
 
     jaxpr: Any
     closed: list[Any]
     fixed: tuple[bool, ...]
     y: Any
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        (unchanged, inner), early = consts
-        leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
-        out = eval_jaxpr(self.jaxpr, self.closed, *early, *leaves, propagate_source_info=True)
+    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        leaves = jax.tree.leaves((consts.inner, merge(self.fixed, consts.unchanged, state), feed))
+        out = eval_jaxpr(self.jaxpr, self.closed, *(EARLY.of(consts) or ()), *leaves, propagate_source_info=True)
         out = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in out]
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)

@@ -14,9 +14,9 @@ import numpy as np
 
 from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
 from .._errors import ArgumentError, Misuse, expect
-from .._loop.chunk import Level, RunChunk, as_step, run_chunked
+from .._loop.chunk import Level, RunChunk, run_chunked
 from .._loop.feed import Feed, of_steps
-from .._loop.loop import Loop, Paced, Step, is_untraced
+from .._loop.loop import Arrays, Loop, Paced, Plan, Step, is_untraced
 from .._loop.sizes import Wish
 from .._trace.hoist import one_step, traced
 from .._transforms.axes import move_outputs, spread_prefix, static_axes
@@ -261,7 +261,7 @@ class _LastOfChunks:
 
     def _last(self, keep: Keep, ys: Array) -> Array:
         if keep == LAST:
-            return ys[:1] if self.chunk.bare.reverse else ys[-1:]
+            return ys[:1] if self.chunk.plan.reverse else ys[-1:]
         if keep == self.level.size:
             return ys[-1:] if self.chunk.length == self.level.size else ys[:0]
         return ys
@@ -282,16 +282,15 @@ class QuietSteps:
     inside: Callable[[Step], Step] | None = None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
-        loop, loud = self.chunk.loop(consts, state, feed), self._loud_steps()
+        plan, loud = self.chunk.plan, self._loud_steps()
         always = tuple(keep == ALL for keep in self.level.keeps)
         everything = tuple(keep is not None for keep in self.level.keeps)
-        parts = list(itertools.pairwise(sorted({0, loop.length, *loud, *(at + 1 for at in loud)})))
+        parts = list(itertools.pairwise(sorted({0, plan.length, *loud, *(at + 1 for at in loud)})))
         ys: dict[int, list[Array]] = {i: [] for i in self.level.emitted}
-        for start, stop in parts[::-1] if loop.reverse else parts:
+        for start, stop in parts[::-1] if plan.reverse else parts:
             flags = everything if start in loud else always
-            part = dataclasses.replace(loop, state=state)
-            step = _as_function(loop, Emit(loop.step, flags))
-            state, new = _run_alone(part, step, start) if start in loud else self._run_loop(part, step, start, stop)
+            given, step = Arrays(consts, state, feed), _as_function(plan, Emit(plan.step, flags))
+            state, new = _run_alone(step, given, start) if start in loud else self._run_loop(step, given, start, stop)
             kept = [i for i, flag in enumerate(flags) if flag]
             if not all(always[i] or i in loud[start] for i in kept):
                 new = jax.lax.optimization_barrier(new)  # all single steps are the same, so they share one program
@@ -299,33 +298,33 @@ class QuietSteps:
                 if always[i] or i in loud[start]:
                     ys[i].append(y)
         if not all(ys.values()):  # empty stacks for the outputs that no step of this chunk keeps
-            _, y = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
+            _, y = jax.eval_shape(plan.step, consts, state, one_step(feed))
             for i, leaf in enumerate(jax.tree.leaves(y)):
                 if ys.get(i) == []:
                     ys[i] = [place_like(jax.lax.full(leaf.shape, 0, leaf.dtype), leaf)[None][:0]]
-        pieces = [each[::-1] if loop.reverse else each for each in ys.values()]
+        pieces = [each[::-1] if plan.reverse else each for each in ys.values()]
         return state, [each[0] if len(each) == 1 else jnp.concatenate(each) for each in pieces]
 
-    def _run_loop(self, loop: Loop, step: Step, start: int, stop: int) -> tuple[PyTree, list[Array]]:
-        whole = (start, stop) == (0, loop.length)
-        xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)
-        part: Step = as_step(dataclasses.replace(loop, step=step, length=stop - start))
-        return (part if self.inside is None else self.inside(part))(loop.consts, loop.state, xs)
+    def _run_loop(self, step: Step, given: Arrays, start: int, stop: int) -> tuple[PyTree, list[Array]]:
+        whole = (start, stop) == (0, self.chunk.length)
+        xs = given.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), given.xs)
+        part: Step = RunChunk(self.chunk.plan.having(step=step, length=stop - start))
+        return (part if self.inside is None else self.inside(part))(given.consts, given.state, xs)
 
     def _loud_steps(self) -> dict[int, list[int]]:
         """The steps that keep more than all steps do, and the leaves that they keep."""
         loud: dict[int, list[int]] = {}
         for i, keep in enumerate(self.level.keeps):
             if keep == LAST:
-                loud.setdefault(0 if self.chunk.bare.reverse else self.chunk.length - 1, []).append(i)
+                loud.setdefault(0 if self.chunk.plan.reverse else self.chunk.length - 1, []).append(i)
             elif keep not in (ALL, None) and self.chunk.length == self.level.size:
                 loud.setdefault(self.chunk.length - 1, []).append(i)
         return loud
 
 
-def _run_alone(loop: Loop, step: Step, place: int) -> tuple[PyTree, list[Array]]:
-    feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, place, keepdims=False), loop.xs)
-    state, ys = as_arrays(step(loop.consts, loop.state, feed))  # a call returns a constant as a number
+def _run_alone(step: Step, given: Arrays, place: int) -> tuple[PyTree, list[Array]]:
+    feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, place, keepdims=False), given.xs)
+    state, ys = as_arrays(step(given.consts, given.state, feed))  # a call returns a constant as a number
     return state, [y[None] for y in ys]
 
 
@@ -346,38 +345,41 @@ def last_chunk(loop: Loop) -> tuple[int, ...]:
     return tuple(few[-1:] or dividing[:1])
 
 
-def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) -> tuple[PyTree, list[Any]]:
+def run_keeping(
+    plan: Plan, levels: Sequence[Level], given: Arrays, keeps: tuple[Keep, ...]
+) -> tuple[PyTree, list[Any]]:
     """Runs a loop in chunks, and keeps of its outputs what is asked for.
 
     Args:
-        loop: the loop.
+        plan: the loop.
         levels: ascending in size, with a boundary wherever `boundaries` wants one.
+        given: what it runs on.
         keeps: for each leaf of y what is kept.
 
     Returns:
         The last state, and the leaves of ys that are left; see `kept_leaves`.
     """
-    sizes = [level.size for level in levels] or [loop.length]
+    sizes = [level.size for level in levels] or [plan.length]
     # Where the chunks have no boundary where one should be, an output is kept in all steps.
     often = tuple(ALL if keep and keep % sizes[0] else keep for keep in keeps)
-    if any(getattr(level.around, "recomputes", False) for level in levels) and loop.length % sizes[-1] == 1:
+    if any(getattr(level.around, "recomputes", False) for level in levels) and plan.length % sizes[-1] == 1:
         often = tuple(None if keep is None else ALL for keep in keeps)  # the step that is left over is no loop
     if is_thinned(often):
-        loop = dataclasses.replace(loop, step=_as_function(loop, loop.step), state=_settled(loop))
+        plan, given = plan.having(step=_as_function(plan, plan.step)), given._replace(state=_settled(plan, given))
         chunks = tuple(
             dataclasses.replace(level, outputs=Thinned(level.size, often, innermost=place == 0))
             if place == 0 or LAST in often or level.size in often
             else level
-            for place, level in enumerate(levels or (Level(loop.length),))
+            for place, level in enumerate(levels or (Level(plan.length),))
         )
-        state, ys = run_chunked(loop, chunks)
+        state, ys = run_chunked(plan, chunks, given)
     else:
-        state, ys = run_chunked(dataclasses.replace(loop, step=emitting(loop.step, keeps)), tuple(levels))
+        state, ys = run_chunked(plan.having(step=emitting(plan.step, keeps)), tuple(levels), given)
     pairs = [(keep, kept) for keep, kept in zip(keeps, often, strict=True) if keep is not None]
-    return state, [_finish(y, keep, kept, loop, sizes) for y, (keep, kept) in zip(ys, pairs, strict=True)]
+    return state, [_finish(y, keep, kept, plan, sizes) for y, (keep, kept) in zip(ys, pairs, strict=True)]
 
 
-def _as_function(loop: Loop, step: Step) -> Step:
+def _as_function(loop: Plan, step: Step) -> Step:
     """A step as one function of the program, which all that run it call, kept with what was made for the loop."""
 
     def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
@@ -386,19 +388,19 @@ def _as_function(loop: Loop, step: Step) -> Step:
     return (loop.callee.memo or loop.body.memo).program((_as_function, step), lambda: jax.jit(body))
 
 
-def _settled(loop: Loop) -> PyTree:
+def _settled(plan: Plan, given: Arrays) -> PyTree:
     """The state, its weak types those that a step returns: the first step is the same program as the others."""
-    if isinstance(loop.state, Paced):  # those of a loop that shows its progress have settled
-        return loop.state
-    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(of_steps(loop.xs)))
+    if isinstance(given.state, Paced):  # those of a loop that shows its progress have settled
+        return given.state
+    state, _ = jax.eval_shape(plan.step, given.consts, given.state, one_step(of_steps(given.xs)))
     return jax.tree.map(
         lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
-        as_arrays(loop.state),
+        as_arrays(given.state),
         state,
     )
 
 
-def _finish(ys: Array, keep: int, kept: Keep, loop: Loop, sizes: Sequence[int]) -> Array:
+def _finish(ys: Array, keep: int, kept: Keep, loop: Plan, sizes: Sequence[int]) -> Array:
     """What is asked for of an output that was kept as often as the chunks allowed."""
     if keep == LAST:
         return ys[0] if loop.reverse else ys[-1]

@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .._avals import PyTree, devices_of, is_key, is_mutable, is_sharded, varying_axes
 from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Step
+from .._loop.loop import Loop, Plan, Step
 from .._trace.equations import called, holds, jaxprs_within
 from .._trace.hoist import Hoisted, smooth_part
 from .._trace.rewriting import is_rewriting
@@ -377,7 +377,7 @@ def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:
         loop: the loop.
         plans: a plan for each of the loops that take turns; None: its steps are not recomputed.
     """
-    looped, turns = _stays_a_loop(loop), list(loop.each)
+    looped, turns = stays_a_loop(loop), list(loop.each)
     for i, (turn, plan) in enumerate(zip(turns, plans, strict=True)):
         if plan is not None:
             step = checkpoint_step(turn.step, plan, looped=looped, trace=turn.trace)
@@ -394,7 +394,7 @@ def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Hoisted | 
     return Checkpointed(step, looped, policy, remat.offload if levels_in(remat) == 1 else None)
 
 
-def _stays_a_loop(loop: Loop) -> bool:
+def stays_a_loop(loop: Plan) -> bool:
     """Whether XLA runs the steps as a loop. It removes a loop of one step, and would then save everything."""
     single = isinstance(loop.length, int) and loop.length == 1
     return loop.lowering.unroll is not True and loop.lowering.unroll == 1 and not single

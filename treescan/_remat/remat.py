@@ -13,7 +13,7 @@ from .. import _faster
 from .._avals import describe_argument, exact_int
 from .._cpu import backend
 from .._errors import Misuse, TypeMisuse, describe_body, is_from_jax, speaking_of, warn_user
-from .._loop.loop import Loop, Step, is_untraced
+from .._loop.loop import Arrays, Loop, Plan, Step, is_untraced
 from .._loop.sizes import Wish, chunk_size
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
@@ -68,9 +68,9 @@ def is_cheap(hoisted: Hoisted) -> bool:
     return many and count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
 
 
-def saves_steps(loop: Loop) -> bool:
+def saves_steps(trace: Hoisted, plan: Plan, given: Arrays) -> bool:
     """Whether the gradient of a traced loop had better save each step: no product pays, and nothing to recompute."""
-    return not (_faster.products_pay(loop) or is_cheap(loop.hoisted))
+    return not (_faster.products_pay(trace, plan, given) or is_cheap(trace))
 
 
 def _least_chunk(length: int) -> int:
@@ -151,7 +151,8 @@ def fastest(hoisted: Hoisted) -> Remat | Auto | None:
     length = hoisted.loop.length
     if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
         return None
-    pays = _faster.products_pay(_faster.ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    ready = _faster.ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted))
+    pays = _faster.products_pay(ready.hoisted, ready.plan, ready.arrays)
     if (pays and is_large(hoisted)) or is_cheap(hoisted):
         return Remat(_WHOLE, levels=2, chunk=_least_chunk(length))
     return AUTO if pays else None

@@ -10,6 +10,7 @@ import jax
 from .._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node
 from .._body.carry import call_hook
 from .._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
+from .._loop.feed import Consts
 from .._loop.loop import Loop
 from .._trace.hoist import Hoisted
 from .._transforms.axes import spread_axes
@@ -23,13 +24,13 @@ class RowAxes(NamedTuple):
     """The axis where the batch shape starts in each leaf; None: the leaf has no rows.
 
     Attributes:
-        consts: for each leaf of a loop's consts.
+        consts: for each leaf of a loop's consts, in the same places; see `Consts.spread`.
         state: for each leaf of its state.
         x: for each leaf of one step's x.
         y: for each leaf of one step's y; empty where y is not known yet.
     """
 
-    consts: LeafAxes
+    consts: Consts
     state: LeafAxes
     x: LeafAxes
     y: LeafAxes
@@ -116,7 +117,7 @@ def without_arrays(rows: Rows) -> Rows:
     return rows._replace(resets=None, begins=None, given=RowFlags())
 
 
-def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
+def with_axes(loop: Loop, **axes: Any) -> Loop:
     """The loop, with its rows on other axes."""
     return loop.having(rows=loop.masked._replace(axes=loop.masked.axes._replace(**axes)))
 
@@ -307,5 +308,4 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
 def rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
     """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
     fixed, state = map(tuple, split(hoisted.fixed, axes.state))
-    closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
-    return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), y_axes, fixed)
+    return Rows(axes._replace(consts=axes.consts._replace(unchanged=fixed), state=state), y_axes, fixed)

@@ -57,7 +57,7 @@ class LiveRows:
         order, feed = ORDER.take(feed)
         live, axes = order[: self.rows], self.axes
         new, ys = self.step(
-            take_rows(consts, axes.consts, live),
+            take_rows(consts, consts.spread(axes.consts), live),
             take_rows(state, axes.state, live),
             take_feed(feed, axes.x, live),
         )
@@ -206,7 +206,8 @@ def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
 
 def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Any, Any, Any]:
     rows = jnp.arange(count)
-    return take_rows(consts, axes.consts, rows), take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
+    of_inner = axes.consts.inner
+    return take_rows(consts, of_inner, rows), take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
 
 
 def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -409,7 +409,7 @@ def _choose(flag: Array, own: Array, other: Array) -> Array:
     return select(shaped, own, other)
 
 
-def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
+def lend_rows(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> Sequence[Array]:
     """Leaves that are the same in every step: rows without any valid step have another row's."""
     if all(axis is None for axis in axes) or 0 in valid.shape:
         return leaves

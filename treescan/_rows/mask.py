@@ -9,7 +9,6 @@ About gradients through a selection: https://github.com/jax-ml/jax/issues/1052.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -21,8 +20,8 @@ from jax.core import Tracer
 
 from .._avals import Array, LeafAxes, PyTree
 from .._cpu.rows import gather_rows, in_one_place, written
-from .._loop.feed import Feed
-from .._loop.loop import Loop, Step, is_untraced, within
+from .._loop.feed import Consts, Feed, Flag, Slot
+from .._loop.loop import Loop, Step, is_untraced
 from .._remat.checkpoint import decides
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
@@ -60,6 +59,13 @@ class GoodPair(NamedTuple):
     state: list[Array]
     consts: list[Array | None]
     x: list[Any]
+
+
+GOOD: Slot[GoodPair] = Slot("good")
+"""What padded rows see. Where it is taken out, they see their own state and x: nothing may be differentiated then."""
+
+SOME_VALID, ALL_VALID = Flag("some valid"), Flag("all valid")
+"""Said by a step within whose branch some row is valid, or all are, in each step."""
 
 
 def own_pairs(
@@ -162,8 +168,8 @@ def earliest_pair(
 class Masked:
     """The step that shows padded rows a good pair and keeps their state, a list of leaves.
 
-    Its consts are (GoodPair, (unchanged leaves, inner consts)). These are shown too where the good pair has something
-    for them: where other leaves are shared by all rows, one row stands in for another in everything.
+    The consts of other steps are shown too where the good pair has something for them: where other leaves are shared by
+    all rows, one row stands in for another in everything.
 
     Attributes:
         step: the inner step, as `hoist` makes it.
@@ -172,11 +178,8 @@ class Masked:
         x_axes: the same for each leaf of one step's x.
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
-        stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
-        branches: whether the step runs in a branch that is only taken where some row is valid.
         decides: whether the body compares what it computes, or chooses among it: what is selected for it is `written`
             first, so that XLA compiles the body as it would without the mask.
-        masks: whether some row may not take the step. Otherwise this is the inner step alone.
     """
 
     step: Step
@@ -185,26 +188,22 @@ class Masked:
     x_axes: LeafAxes
     y_axes: Prefix
     fill: Prefix
-    stands_in: bool = True
-    branches: bool = False
     decides: bool = False
-    masks: bool = True
 
-    def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        good, consts = consts
-        if not self.masks:
+    def __call__(self, consts: Consts, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        good, consts = GOOD.take(consts)
+        if ALL_VALID.on(consts):
             return self.step(consts, state, feed)
-        valid = feed.valid
-        mask = RowMask(valid, (lambda valid: unless_alone(any_of(valid))) if self.branches else any_of)
-        shown = state
-        if self.stands_in:
+        branches = SOME_VALID.on(consts)
+        mask = RowMask(feed.valid, (lambda valid: unless_alone(any_of(valid))) if branches else any_of)
+        show, shown = functools.partial(self._show, mask, branches), state
+        if good is not None:
             x, x_tree = jax.tree.flatten(feed.x)
-            shown = self._show(mask, state, good.state, self.carry_axes)
+            shown = show(state, good.state, self.carry_axes)
             if good.consts:
                 leaves, structure = jax.tree.flatten(consts)
-                leaves = self._show(mask, leaves, good.consts, self.const_axes)
-                consts = jax.tree.unflatten(structure, leaves)
-            shown_x = self._show(mask, x, good.x, self.x_axes)
+                consts = jax.tree.unflatten(structure, show(leaves, good.consts, self.const_axes))
+            shown_x = show(x, good.x, self.x_axes)
             feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
         returned, y = self.step(consts, shown, feed)
         kept = [
@@ -213,14 +212,14 @@ class Masked:
         ]
         return kept, self._fill_padding(mask, y)
 
-    def _show(self, mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
+    def _show(self, mask: RowMask, branches: bool, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
         show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
         shown = show(mask, leaves, good, axes)
         if not self.decides:
             return shown
         # In a branch that is taken where some row is valid, what all rows share is shown as it is: not to be copied.
         whole = [
-            new is leaf or (axis is None and self.branches) for leaf, new, axis in zip(leaves, shown, axes, strict=True)
+            new is leaf or (axis is None and branches) for leaf, new, axis in zip(leaves, shown, axes, strict=True)
         ]
         return [new if same else written(new) for new, same in zip(shown, whole, strict=True)]
 
@@ -229,22 +228,9 @@ class Masked:
         return map_leaves(mask.select, y, fill_leaves(self.fill, y), axes)
 
 
-def masked_step(step: Step, **changes: bool) -> Step:
-    """A masked step with other flags: see the attributes of `Masked`.
-
-    Without `stands_in` it is for a loop that is not differentiated, and whose rows have `own_values`.
-
-    Args:
-        step: a `Masked` step, or others around it, each of which has the inner one as its `step`.
-        changes: the flags.
-    """
-    return within(step, Masked, lambda masked: dataclasses.replace(masked, **changes))
-
-
-def without_pairs(consts: PyTree) -> PyTree:
-    """A tree without good pairs: consts of steps that have no `stands_in`, or what the pairs are computed from."""
-    is_pair = GoodPair.__instancecheck__  # without a frame of Python's for each node
-    return jax.tree.map(lambda node: None if is_pair(node) else node, consts, is_leaf=is_pair)
+def without_good(given: Any) -> Any:
+    """What a loop runs on without the good pairs, which no step reads then, or which are computed from the rest."""
+    return given._replace(consts=GOOD.put(given.consts, None))
 
 
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
@@ -311,42 +297,42 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     """
     axes, fixed_axes, valid = loop.masked.axes, loop.masked.fixed, loop.xs.valid
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
-    fixed, inner = loop.consts
+    consts: Consts = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
-        loop = loop.having(consts=(lend_rows(fixed, fixed_axes, valid), inner))
+        consts = consts._replace(unchanged=lend_rows(consts.unchanged, fixed_axes, valid))
+        loop = loop.having(consts=consts)
     good, consts = _good_pair(loop, axes, lengths, share=share)
     decided = not is_untraced(loop) and loop.trace is not None and decides(loop.hoisted.jaxpr)
-    step = Masked(loop.step, axes.state, axes.consts, axes.x, loop.masked.y_axes, fill, decides=decided)
-    good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
-    loop = loop.having(step=step, consts=(good, consts))
-    return with_axes(loop, consts=(*good_axes, *axes.consts))
+    step = Masked(loop.step, axes.state, consts.spread(axes.consts), axes.x, loop.masked.y_axes, fill, decides=decided)
+    good_axes: LeafAxes = () if share else (*axes.state, *axes.x)  # one row, or all
+    loop = loop.having(step=step, consts=GOOD.put(consts, good))
+    return with_axes(loop, consts=GOOD.note(axes.consts, good_axes))
 
 
-def _good_pair(loop: Loop, axes: RowAxes, lengths: Array | None, *, share: bool) -> tuple[GoodPair, PyTree]:
+def _good_pair(loop: Loop, axes: RowAxes, lengths: Array | None, *, share: bool) -> tuple[GoodPair, Consts]:
     """The pair for padded rows, and the consts; both from another element of a vmap for one that has nothing valid.
 
     They are under stop_gradient. Otherwise each would have a cotangent accumulator, and could let NaN in.
     """
-    valid = loop.xs.valid
-    unchanged, inner = loop.consts
-    closed, inner = (None, inner) if is_untraced(loop) else inner  # what the body closes over was lifted by OverRows
+    valid, consts = loop.xs.valid, loop.consts
     xs = jax.tree.leaves(loop.xs.x)
     if 0 in valid.shape:  # no step or no row: there is no pair, and none is needed
         first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
-        return GoodPair(jax.lax.stop_gradient(loop.state), [], first), loop.consts
+        return GoodPair(jax.lax.stop_gradient(loop.state), [], first), consts
     if share:
-        pairs = zip(jax.tree.leaves(loop.consts), axes.consts, strict=True)
-        lasting = [None if axis is None else leaf for leaf, axis in pairs]
+        const_axes = consts.spread(axes.consts)
+        lasting = [
+            None if axis is None else leaf for leaf, axis in zip(jax.tree.leaves(consts), const_axes, strict=True)
+        ]
         state, lasting, xs = jax.lax.stop_gradient((loop.state, lasting, xs))
-        good = earliest_pair(state, lasting, xs, valid, (axes.state, axes.consts, axes.x), reverse=loop.reverse)
+        good = earliest_pair(state, lasting, xs, valid, (axes.state, const_axes, axes.x), reverse=loop.reverse)
         have = any_of(valid)
     else:
         good, have = _own_pairs(loop, xs, lengths, (axes.state, axes.x))
-    consts = unchanged, inner
+    closed, consts = consts.closed, consts._replace(closed=None)
     (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
-    unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
-    inner = inner if closed is None else (lend_closed(closed, have), inner)
-    return good, (unchanged, inner)
+    consts = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
+    return good, consts if closed is None else consts._replace(closed=lend_closed(closed, have))
 
 
 def _own_pairs(

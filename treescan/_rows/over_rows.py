@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
-from .._body.call import CallBody
 from .._errors import Cure, Fault, Misuse
-from .._loop.loop import Loop, innermost, is_untraced
+from .._loop.feed import Consts
+from .._loop.loop import Loop, is_untraced
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.equations import is_for_data_alone, variables_of
 from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, hoist_once, lift, settled
@@ -64,13 +64,13 @@ class OverRows(Transform):
         given = told(loop)
         valid, resets = self._flags(given, loop.length)
         all_valid, changing = given[:2] == (None, None), _changing(given)
-        tells = all_valid or innermost(loop.step, CallBody).sees_valid
+        call = loop.callee.call
+        tells = all_valid or call.sees_valid
         loop, axes = self._lay(loop, valid, lends=not all_valid)
-        keyword = innermost(loop.step, CallBody).told
-        if keyword is not None:
+        if call.told is not None:
             from .told import tell
 
-            loop, axes = tell(loop, axes, keyword, resets)
+            loop, axes = tell(loop, axes, call.told, resets)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
         unchanged = None
@@ -140,7 +140,7 @@ class OverRows(Transform):
             whole = lend_rows(whole, whole_axes, valid) if lends else whole
             loop = loop.having(consts=(whole, inner))
         others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
-        return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+        return loop, RowAxes(Consts(inner=(*whole_axes, *(None,) * others)), carry_axes, x_axes, ())
 
     def _axes(self, loop: Loop, batch: tuple[int, ...], in_axes: LeafAxes | None) -> tuple[LeafAxes, ...]:
         """Where the rows of a batch are: in the carry, in what is sliced of x, and in what is given whole."""
@@ -215,7 +215,7 @@ def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
 
 def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
     """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
-    spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
+    spans, unchanged = rows.given.spans, hoisted.loop.consts.unchanged
     if spans is None or not rows.fixed:
         return hoisted.restore(state)
     from .spans import at_rows

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._tree import split
 from .equations import alone, called_without_rule, inlined, loop_of, variables_of
 from .hoist import Hoisted, zeros_like
 
@@ -126,12 +125,11 @@ class StepProgram:
         """The program of a loop's step."""
         traced = hoisted.traced
         (closed,) = traced.jaxprs.values()
-        unchanged, inner = hoisted.loop.consts
-        inputs = hoisted.inputs
-        same = [*jax.tree.leaves(inputs.consts), *split(traced.fixed, inputs.state)[0]]
-        known = dict(zip(same, [*jax.tree.leaves(inner), *unchanged], strict=True))
+        consts, inputs = hoisted.loop.consts, hoisted.inputs
+        same = [*jax.tree.leaves(inputs.consts), *inputs.unchanged]
+        known = dict(zip(same, [*jax.tree.leaves(consts.inner), *consts.unchanged], strict=True))
         given = [known.get(var) for var in closed.jaxpr.invars]
-        return cls(closed.jaxpr, list(closed.consts), given, tuple(hoisted.varying))
+        return cls(closed.jaxpr, list(closed.consts), given, hoisted.varying)
 
     def inlined(self) -> StepProgram:
         """The step with the equations of the functions that it calls in place of the calls."""

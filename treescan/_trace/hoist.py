@@ -24,7 +24,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
 from .._errors import BodyFault, speaking_of
-from .._loop.feed import Feed
+from .._loop.feed import Consts, Feed, Flag
 from .._loop.loop import Body, Loop, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
@@ -95,24 +95,24 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """A step that was traced already. Its consts are (unchanged leaves, inner consts), its state the other leaves.
+    """A step that was traced already. Its state are the leaves that it changes.
 
     Attributes:
-        jaxprs: the step, flat, for the shapes of its arguments: (inner consts, state, feed) to (state, y).
+        jaxprs: the step, flat, for the shapes of its arguments: (`Consts.inner`, state, feed) to (state, y).
         fixed: for each leaf of the state whether it is unchanged.
         y: the structure of y.
-        changing: for each leaf of the state whether something else than the step changes it.
     """
 
     jaxprs: dict[Shapes, Any]
     fixed: tuple[bool, ...]
     y: TreeDef
-    changing: tuple[bool, ...]
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         return self.evaluate(None, consts, state, feed)
 
-    def evaluate(self, closed: list[Any] | None, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+    def evaluate(
+        self, closed: list[Any] | None, consts: Consts, state: list[Any], feed: Feed
+    ) -> tuple[list[Any], PyTree]:
         """Runs the trace; `closed` is what the body closes over; None: what it closed over in the trace."""
         leaves = self._leaves(consts, state, feed)
         jaxpr = self.jaxprs[_shapes(leaves)]
@@ -122,18 +122,21 @@ class Traced:
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
 
-    def shapes(self, consts: Any, state: list[Any], feed: Feed) -> Shapes:
+    def shapes(self, consts: Consts, state: list[Any], feed: Feed) -> Shapes:
         """Under which a trace is found."""
         return _shapes(self._leaves(consts, state, feed))
 
-    def _leaves(self, consts: Any, state: list[Any], feed: Feed) -> list[Any]:
-        unchanged, inner = consts
-        return jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
+    def _leaves(self, consts: Consts, state: list[Any], feed: Feed) -> list[Any]:
+        return jax.tree.leaves((consts.inner, merge(self.fixed, consts.unchanged, state), feed))
+
+
+SILENT = Flag("silent")
+"""Said to a traced step that runs once more: its callbacks have been called."""
 
 
 @dataclass(frozen=True, eq=False)
 class Lifted:
-    """A traced step that is given what its body closes over. Its consts: (unchanged, (closed over, inner consts)).
+    """A traced step that is given what its body closes over, in its consts.
 
     Attributes:
         traced: the step.
@@ -144,12 +147,11 @@ class Lifted:
     traced: Traced
     places: dict[Shapes, tuple[int | None, ...]]
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        unchanged, (closed, inner) = consts
-        shapes = self.traced.shapes((unchanged, inner), state, feed)
-        pairs = zip(self.places[shapes], self.traced.jaxprs[shapes].consts, strict=True)
-        given = [ref if i is None else closed[i] for i, ref in pairs]
-        return self.traced.evaluate(given, (unchanged, inner), state, feed)
+    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        traced = self.silenced().traced if SILENT.on(consts) else self.traced
+        shapes, closed = traced.shapes(consts, state, feed), consts.closed or ()
+        pairs = zip(self.places[shapes], traced.jaxprs[shapes].consts, strict=True)
+        return traced.evaluate([ref if i is None else closed[i] for i, ref in pairs], consts, state, feed)
 
     @property
     def once_only(self) -> bool:
@@ -169,9 +171,8 @@ class Untraced:
     step: Step
     structure: TreeDef
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        _, inner = consts
-        new, y = as_arrays(self.step(inner, jax.tree.unflatten(self.structure, state), feed))
+    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        new, y = as_arrays(self.step(consts.inner, jax.tree.unflatten(self.structure, state), feed))
         return jax.tree.leaves(new), y
 
 
@@ -182,18 +183,20 @@ class Inputs(NamedTuple):
         consts: what all steps read.
         state: the leaves of the whole state.
         feed: what a step is fed.
+        unchanged: the leaves of the state that the step does not change.
     """
 
     consts: PyTree
     state: list[Any]
     feed: Feed
+    unchanged: Sequence[Any] = ()
 
 
 class Hoisted(NamedTuple):
     """A loop whose state is the list of leaves that change, and what else its trace told.
 
     Attributes:
-        loop: the loop; its consts are (unchanged leaves, the consts of before).
+        loop: the loop; its consts are `Consts`.
         fixed: for each leaf of the state of before whether it is unchanged.
         structure: of that state.
         y: the types of one step's y; None if nothing was traced.
@@ -209,6 +212,7 @@ class Hoisted(NamedTuple):
         axes: the named axes of `jax.vmap` over which it computes.
         jaxpr: one step, open; None if nothing was traced.
         inputs: the inputs of `jaxpr` by name.
+        changing: for each leaf of the state of before whether something else than the step changes it.
     """
 
     loop: Loop
@@ -227,6 +231,7 @@ class Hoisted(NamedTuple):
     axes: frozenset[Hashable] = frozenset()
     jaxpr: Any = None
     inputs: Inputs = Inputs(None, [], Feed(None))
+    changing: tuple[bool, ...] = ()
 
     @property
     def traced(self) -> Traced:
@@ -255,8 +260,7 @@ class Hoisted(NamedTuple):
     @property
     def settled(self) -> list[Any]:
         """The leaves of the whole state, weak types settled."""
-        unchanged, _ = self.loop.consts
-        return merge(self.fixed, unchanged, self.loop.state)
+        return merge(self.fixed, self.loop.consts.unchanged, self.loop.state)
 
     @property
     def returned(self) -> tuple[bool, ...]:
@@ -265,26 +269,21 @@ class Hoisted(NamedTuple):
         Such a leaf stays in the state without rewriting, and if a call returns it, as of a body under `jax.jit`.
         """
         found = origins(self.jaxpr, self.jaxpr.invars, called_without_rule)
-        changing = self._traced.changing
-        return tuple(a is b and not other for a, b, other in zip(self.inputs.state, found, changing, strict=False))
+        return tuple(a is b and not other for a, b, other in zip(self.inputs.state, found, self.changing, strict=False))
 
     @property
-    def varying(self) -> list[bool]:
+    def varying(self) -> tuple[bool, ...]:
         """For each input of `jaxpr` whether steps differ in it."""
-        same = {*jax.tree.leaves(self.inputs.consts), *split(self._traced.fixed, self.inputs.state)[0]}
-        return [var not in same for var in self.jaxpr.invars]
+        same = {*jax.tree.leaves(self.inputs.consts), *self.inputs.unchanged}
+        return tuple(var not in same for var in self.jaxpr.invars)
 
-    @property
-    def _traced(self) -> Traced:
-        step = self.loop.step
-        step = step.traced if isinstance(step, Lifted) else step
-        assert isinstance(step, Traced)
-        return step
+    def bare(self) -> Hoisted:
+        """The same without any array: what a rule for derivatives may hold."""
+        return self._replace(loop=self.loop.plan)
 
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
-        unchanged, _ = self.loop.consts
-        return jax.tree.unflatten(self.structure, merge(self.fixed, unchanged, changed))
+        return jax.tree.unflatten(self.structure, merge(self.fixed, self.loop.consts.unchanged, changed))
 
 
 def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
@@ -308,8 +307,9 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     fixed = _unchanged(jaxpr, inputs, changing)
     unchanged, state = split(fixed, leaves)
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
-    traced = Traced({_shapes(given): jaxpr}, fixed, jax.tree.structure(y), changing)
-    hoisted = loop.having(step=traced, consts=(unchanged, loop.consts), state=state, callee=loop.callee.apart())
+    traced = Traced({_shapes(given): jaxpr}, fixed, jax.tree.structure(y))
+    consts = Consts(unchanged=unchanged, inner=loop.consts)
+    hoisted = loop.having(step=traced, consts=consts, state=state, callee=loop.callee.apart())
     return Hoisted(
         hoisted,
         fixed,
@@ -326,7 +326,8 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         branches_on_devices=branches_on_devices(jaxpr.jaxpr),
         axes=named_axes(jaxpr),
         jaxpr=jaxpr.jaxpr,
-        inputs=inputs,
+        inputs=inputs._replace(unchanged=split(fixed, inputs.state)[0]),
+        changing=changing,
     )
 
 
@@ -338,7 +339,7 @@ def _hoist_turns(loop: Loop) -> Hoisted:
     turns = tuple(dataclasses.replace(one.loop, trace=one) for one in each)
     flags: dict[str, Any] = {name: any(getattr(one, name) for one in each) for name in _FLAGS}
     return Hoisted(
-        dataclasses.replace(loop, turns=turns, consts=(unchanged, None), state=state, callee=loop.callee.apart()),
+        loop.having(turns=turns, consts=Consts(unchanged=unchanged), state=state, callee=loop.callee.apart()),
         fixed,
         each[0].structure,
         tuple(one.y for one in each),
@@ -374,7 +375,7 @@ def hoist_once(loop: Loop, known: dict[Hashable, Hoisted], changing: Sequence[bo
     found = known.get(_kind(loop))
     if found is not None:
         unchanged, state = split(found.fixed, jax.tree.leaves(loop.state))
-        step, consts = found.loop.step, (unchanged, loop.consts)
+        step, consts = found.loop.step, Consts(unchanged=unchanged, inner=loop.consts)
         return found._replace(loop=loop.having(step=step, consts=consts, state=state, callee=loop.callee.apart()))
     hoisted = hoist(loop, changing)
     settled = jax.tree.unflatten(hoisted.structure, hoisted.settled)
@@ -467,8 +468,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
     closed = list({id(value): value for var, value in found if not is_ref(var)}.values())
     numbers = {id(value): i for i, value in enumerate(closed)}
     places = {key: tuple(numbers.get(id(value)) for value in jaxpr.consts) for key, jaxpr in traced.jaxprs.items()}
-    unchanged, inner = hoisted.loop.consts
-    consts = (unchanged, (closed, inner))
+    consts = hoisted.loop.consts._replace(closed=closed)
     first = next(iter(traced.jaxprs.values()))
     avals = [aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed]
     state = [  # a branch that does nothing returns what the step does: no weak type where that returns none
@@ -491,11 +491,11 @@ def flatten_only(loop: Loop) -> Hoisted:
     leaves, structure = jax.tree.flatten(loop.state)
     flat = loop.with_turns(
         [
-            dataclasses.replace(turn, step=Untraced(turn.step, structure), consts=([], turn.consts), state=leaves)
+            turn.having(step=Untraced(turn.step, structure), consts=Consts(inner=turn.consts), state=leaves)
             for turn in loop.each
         ]
     )
-    flat = flat if not loop.turns else dataclasses.replace(flat, consts=([], None))
+    flat = flat if not loop.turns else flat.having(consts=Consts())
     return Hoisted(flat, (False,) * len(leaves), structure, None, [])
 
 
@@ -530,7 +530,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
     inputs: Inputs = jax.tree.unflatten(jax.tree.structure(Inputs(*given)), jaxpr.jaxpr.invars)
-    fixed = _unchanged(jaxpr, inputs, traced.changing)
+    fixed = _unchanged(jaxpr, inputs, hoisted.changing)
     now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
     found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
     if found != (traced.fixed, traced.y, before, y_shapes):

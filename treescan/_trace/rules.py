@@ -30,14 +30,14 @@ def with_rule(
         function: the function. It may not close over tracers; no more may the rule.
         rule: (primals, tangents), tuples of the arguments, to the results and their tangents.
         axes: the named axes over which the function computes, as `named_axes` finds them.
-        sources: the arguments without those that are computed from the others alone.
+        sources: the first argument without what of it is computed from the rest alone.
     """
 
     def results(*given: Any) -> Any:
-        return tie(function(*given), sources(given), axes)
+        return tie(function(*given), (sources(given[0]), given[1:]), axes)
 
     def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return tie(rule(primals, tangents), sources(primals), axes)
+        return tie(rule(primals, tangents), (sources(primals[0]), primals[1:]), axes)
 
     ruled = jax.custom_jvp(results)
     ruled.defjvp(derivative, symbolic_zeros=True)

@@ -85,9 +85,10 @@ class Call:
             return in_turn(loops, self._joint(self.body.memo))
         offset = None if given.key is None else given.offset
         shared = Shared(given.key, given.args, offset) if given.key is not None or given.args else None
+        step = CallBody(self.body, self.convention, self.sees_valid, self.told, self.frozen, self.custom)
         return Loop(
-            callee=Callee(self.body, self.names),
-            step=CallBody(self.body, self.convention, self.sees_valid, self.told, self.frozen, self.custom),
+            callee=Callee(self.body, step, self.names),
+            step=step,
             consts=shared,
             state=given.init,
             xs=Feed(given.xs, position=jnp.arange(self.length) if given.key is not None else None),

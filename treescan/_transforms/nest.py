@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._avals import PyTree
 from .._loop.chunk import Level, run_chunked
-from .._loop.feed import Feed
+from .._loop.feed import Consts, Feed
 from .._loop.loop import Loop, Result, Step, is_untraced
 from .._loop.turns import Turns
 from .._outputs.outputs import ALL, LAST, run_keeping
@@ -53,7 +53,9 @@ def run_levels(loop: Loop) -> tuple[PyTree, PyTree]:
 
 
 def _run(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
-    return run_chunked(loop, levels) if loop.keeps is None else run_keeping(loop, levels, loop.keeps)
+    if loop.keeps is None:
+        return run_chunked(loop.plan, levels, loop.arrays)
+    return run_keeping(loop.plan, levels, loop.arrays, loop.keeps)
 
 
 def _append(loop: Loop, ys: PyTree, last: PyTree) -> PyTree:
@@ -95,13 +97,13 @@ def in_rounds(loop: Loop) -> tuple[Loop, tuple[Step, Feed] | None]:
     if loop.trace is not None:
         fixed = [trace.fixed for trace in loop.hoisted.each]
         steps, alone = (tuple(map(KeepUnchanged, each, fixed)) for each in (steps, alone))
-        consts = tuple(inner for _, inner in consts)
+        consts = tuple(each._replace(unchanged=()) for each in consts)
     bodies = tuple(turn.body for turn in turns)
     step: Step = Turns(steps, bodies, loop.reverse)
     rest: Step = Turns(alone, bodies[:count], loop.reverse)
     if loop.trace is not None:
         step, rest = (WithUnchanged(each, loop.hoisted.fixed) for each in (step, rest))
-        consts = (loop.consts[0], consts)
+        consts = loop.consts._replace(inner=consts)
     end = (rest, Feed(left)) if count else None
     return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=()), end
 
@@ -113,22 +115,21 @@ class KeepUnchanged:
     step: Step
     fixed: tuple[bool, ...]
 
-    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         unchanged, changed = split(self.fixed, state)
-        changed, y = self.step((unchanged, consts), changed, feed)
+        changed, y = self.step(consts._replace(unchanged=unchanged), changed, feed)
         return merge(self.fixed, unchanged, changed), y
 
 
 @dataclass(frozen=True)
 class WithUnchanged:
-    """A step on the leaves of the whole state, on those alone that some loop changes. Its consts: (others, inner)."""
+    """A step on the leaves of the whole state, on those alone that some loop changes."""
 
     step: Step
     fixed: tuple[bool, ...]
 
-    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        unchanged, inner = consts
-        whole, y = self.step(inner, merge(self.fixed, unchanged, state), feed)
+    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        whole, y = self.step(consts.inner, merge(self.fixed, consts.unchanged, state), feed)
         return split(self.fixed, whole)[1], y
 
 
@@ -136,7 +137,7 @@ def in_whole_state(hoisted: Hoisted) -> Loop:
     """The loop that `hoist` made, with all leaves in its state."""
     turns, state = list[Loop](), hoisted.each[0].settled
     for one in hoisted.each:
-        step, (_, inner) = KeepUnchanged(one.loop.step, one.fixed), one.loop.consts
-        turns.append(one.loop.having(step=step, consts=inner, state=state, callee=one.loop.callee.apart()))
+        step, consts = KeepUnchanged(one.loop.step, one.fixed), one.loop.consts._replace(unchanged=())
+        turns.append(one.loop.having(step=step, consts=consts, state=state, callee=one.loop.callee.apart()))
     loop = hoisted.loop.with_turns(turns)
     return loop.finished(lambda leaves: jax.tree.unflatten(hoisted.structure, leaves))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,44 +12,28 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree, place_like, vary_over
 from .._loop.chunk import run_chunked
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Step, within
+from .._loop.loop import Arrays, Plan, Step
 from .._loop.sizes import Around
-from .._rows.mask import masked_step, without_pairs
-from .._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from .._rows.axes import Rows
+from .._rows.mask import SOME_VALID, without_good
+from .._trace.hoist import SILENT, Hoisted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from .._trace.rewriting import is_rewriting
 from .._trace.rules import with_rule
 from .condition import Condition
 from .early_exit import (
+    ENDS,
     Chunks,
     MaskedStep,
     Progress,
-    Reads,
     StepOutputs,
     TakeChunk,
     TakeLiveRows,
     TakeStep,
     Tell,
-    all_fixed,
-    axes_in_run,
+    in_progress,
     nested_sizes,
 )
-from .tangents import Tangents, push_forward, ways_of
-
-
-class Operands(NamedTuple):
-    """All values that such a loop reads. A rule for its derivative must not close over any.
-
-    Attributes:
-        reads: the consts.
-        holds: bool[*batch], whether the condition of the first state holds.
-        state: the state, its leaves that change.
-        xs: what each step is fed.
-    """
-
-    reads: Reads
-    holds: Array
-    state: PyTree
-    xs: Feed
+from .tangents import push_forward, ways_of
 
 
 class Saved(NamedTuple):
@@ -70,8 +52,11 @@ class EarlyExit:
     """A loop that ends early, as a function of its operands that has a derivative.
 
     Attributes:
-        loop: the loop, without arrays.
-        hoisted: what the trace of its body told.
+        plan: the loop.
+        rows: where its rows are.
+        trace: what the trace of its body told.
+        fixed: for each leaf of the whole state whether no step changes it.
+        fed: whether steps are fed anything.
         condition: whether another step is taken.
         outputs: the types of y, and what it is where no step is taken.
         chunks: the chunks of the derivative.
@@ -83,8 +68,11 @@ class EarlyExit:
         tell: reports how far the loop has come; None: nothing does.
     """
 
-    loop: Loop
-    hoisted: Hoisted
+    plan: Plan
+    rows: Rows
+    trace: Hoisted
+    fixed: tuple[bool, ...]
+    fed: bool
     condition: Condition
     outputs: StepOutputs
     chunks: Chunks
@@ -95,18 +83,6 @@ class EarlyExit:
     own_values: bool
     tell: Tell | None
 
-    @functools.cached_property
-    def _silent(self) -> Step:
-        """The step that the derivative computes again, without its callbacks."""
-
-        def silenced(step: Lifted) -> Step:
-            silent = step.silenced() if self.hoisted.effects else step
-            if self.refusal is not None and silent.once_only:
-                raise copy.copy(self.refusal)  # one that was raised holds the frames that it went through
-            return silent
-
-        return within(self.loop.step, Lifted, silenced)
-
     @property
     def length(self) -> int:
         """The steps of the whole chunks."""
@@ -115,35 +91,36 @@ class EarlyExit:
     @property
     def front(self) -> int:
         """How many steps that are never taken lead the whole chunks."""
-        return self.length - self.loop.length if self.loop.reverse else 0
+        return self.length - self.plan.length if self.plan.reverse else 0
 
     def _padded(self, xs: PyTree) -> PyTree:
         """What all steps are fed, and what those are fed which fill up the last chunk and are never taken."""
-        more = self.length - self.loop.length
+        more = self.length - self.plan.length
 
         def pad(leaf: Array) -> Array:
             parts = [leaf, jax.lax.slice_in_dim(leaf, 0, more)]
-            return jnp.concatenate(parts[::-1] if self.loop.reverse else parts)
+            return jnp.concatenate(parts[::-1] if self.plan.reverse else parts)
 
         return jax.tree.map(pad, xs) if more else xs
 
-    def _run(self, given: Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
+    def _run(self, given: Arrays, holds: Array, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
-        loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
-        step = masked_step(loop.step, stands_in=False) if self.own_values else loop.step
-        step = masked_step(step, branches=True) if self.branches else step
-        take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.masked.axes.y)
-        ordered = len(self.loop.masked.tiers) > 1
+        outputs, tell, reported, before = self.outputs, self.tell, 0, given.state
+        take: Step = TakeStep(self._masked, outputs, self.rows.axes.y)
+        ordered = len(self.rows.tiers) > 1
         if tell is not None:  # rows that are brought together for a chunk are not in their places within it
             stride = max(outputs.every, default=1)
             steps = () if ordered else range(1, 1 + (stride == 1))
             reported = tell.size(length, (*steps, *sizes), stride)
             take = tell.around(None)(take, True) if reported == 1 else take
-        loop = dataclasses.replace(loop, step=take, consts=given.reads, state=self._first(given))
+        given = without_good(given) if self.own_values else given
+        given = given._replace(consts=SOME_VALID.raised(given.consts, self.branches), state=self._first(before, holds))
 
         def around_chunk(step: Step, size: int) -> Step:
             if ordered and size == sizes[0]:
-                return TakeLiveRows(step, size, outputs, self.branches, save, self.loop.masked.tiers, axes_in_run(loop))
+                return TakeLiveRows(
+                    step, size, outputs, self.branches, save, self.rows.tiers, in_progress(self.rows.axes)
+                )
             return TakeChunk(step, size, outputs, self.branches, save)
 
         def around(size: int) -> Around | None:
@@ -152,30 +129,29 @@ class EarlyExit:
 
         further = () if reported in (0, 1, *sizes) else (reported,)
         levels = outputs.levels(length, (*sizes, *further), around)
-        progress, ys = run_chunked(loop, levels)
+        progress, ys = run_chunked(self.plan.having(step=take, length=length), levels, given)
         if not save:
             return Saved(progress, ys, [])
         if not any(level.size in sizes for level in levels if level.around is not None):
-            return Saved(progress, ys, [leaf[None] for leaf in jax.tree.leaves(given.state)])
+            return Saved(progress, ys, [leaf[None] for leaf in jax.tree.leaves(before)])
         return Saved(progress, *ys)
 
-    def _masked(self, step: Step, branches: bool) -> MaskedStep:
-        return MaskedStep(step, self.condition, all_fixed(self.loop), branches)
+    def _first(self, state: PyTree, holds: Array) -> Progress:
+        taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
+        return Progress(holds, vary_over(taken, self.outputs.varying), state)
 
-    def _first(self, given: Operands) -> Progress:
-        taken = place_like(jnp.zeros(given.holds.shape, jnp.int32), jax.typeof(given.holds))
-        return Progress(given.holds, vary_over(taken, self.outputs.varying), given.state)
+    @property
+    def _masked(self) -> MaskedStep:
+        return MaskedStep(self.plan.step, self.condition, self.fixed)
 
-    def _loop(self, given: Operands, length: int) -> Loop:
-        return dataclasses.replace(self.loop, consts=given.reads.inner, state=given.state, xs=given.xs, length=length)
-
-    def _primal(self, given: Operands) -> tuple[Progress, PyTree]:
+    def _primal(self, given: Arrays, holds: Array) -> tuple[Progress, PyTree]:
         length, sizes = self._sizes()
         if self._takes_places:
-            given = given._replace(reads=given.reads._replace(xs=given.xs), xs=Feed(self._places(length)))
+            ends = ENDS.read(given.consts)._replace(xs=given.xs)
+            given = given._replace(consts=ENDS.put(given.consts, ends), xs=Feed(self._places(length)))
         else:
             given = given._replace(xs=self._padded(given.xs))
-        progress, ys, _ = self._run(given, length, sizes, save=False)
+        progress, ys, _ = self._run(given, holds, length, sizes, save=False)
         return progress, ys
 
     @property
@@ -184,47 +160,48 @@ class EarlyExit:
 
         A chunk that runs on some rows alone takes these rows out of its slices.
         """
-        return bool(self.branches and jax.tree.leaves(self.loop.xs) and len(self.loop.masked.tiers) < 2)
+        return bool(self.branches and self.fed and len(self.rows.tiers) < 2)
 
     def _places(self, length: int) -> Array:
         """int32[length]: the place of each step in xs, of a loop that is made as long as this."""
-        steps = self.loop.length
-        lead = length - steps if self.loop.reverse else 0
+        steps = self.plan.length
+        lead = length - steps if self.plan.reverse else 0
         return jnp.clip(jnp.arange(length, dtype=jnp.int32) - lead, 0, steps - 1)
 
     def _sizes(self) -> tuple[int, tuple[int, ...]]:
         """How long the loop is made where nothing is saved, and the sizes of its chunks."""
-        if self.outputs.avals or (jax.tree.leaves(self.loop.xs) and not self._takes_places):
+        if self.outputs.avals or (self.fed and not self._takes_places):
             return self.length, ((self.chunks.size,) if self.branches else ())  # more than the state goes in or out
         if not self.branches:
-            return self.loop.length, ()
-        if len(self.loop.masked.tiers) < 2:
-            return nested_sizes(self.loop.length)
+            return self.plan.length, ()
+        if len(self.rows.tiers) < 2:
+            return nested_sizes(self.plan.length)
         length, sizes = nested_sizes(self.chunks.number)
         return length * self.chunks.size, tuple(size * self.chunks.size for size in (1, *sizes))
 
-    def _all_steps(self, given: Operands) -> tuple[Progress, PyTree]:
+    def _all_steps(self, given: Arrays, holds: Array) -> tuple[Progress, PyTree]:
         """Runs all steps, and keeps nothing of those after the end."""
-        given = given._replace(xs=self._padded(given.xs))
-        loop = self._loop(given, self.length)
-        step, first = self._masked(loop.step, branches=False), self._first(given)
-        loop = dataclasses.replace(loop, step=step, consts=given.reads, state=first)
-        return run_chunked(loop, self.outputs.levels(self.length, (), lambda size: None))
+        given = given._replace(xs=self._padded(given.xs), state=self._first(given.state, holds))
+        plan = self.plan.having(step=self._masked, length=self.length)
+        return run_chunked(plan, self.outputs.levels(self.length, (), lambda size: None), given)
 
-    def _saving(self, given: Operands) -> Saved:
+    def _saving(self, given: Arrays, holds: Array) -> Saved:
         given = given._replace(xs=self._padded(given.xs))
-        return self._run(given, self.length, (self.chunks.size,), save=True)
+        return self._run(given, holds, self.length, (self.chunks.size,), save=True)
 
     def differentiable(self) -> Any:
-        """The function from operands to (progress, ys). A derivative is taken of the same that saves its chunks."""
-        if not is_rewriting() or self.hoisted.branches_on_devices:
+        """The function from what the loop runs on, and whether the condition holds of that, to (progress, ys).
+
+        A derivative is taken of the same that saves its chunks.
+        """
+        if not is_rewriting() or self.trace.branches_on_devices:
             return self._all_steps
-        axes = self.hoisted.axes | self.condition.axes
+        axes = self.trace.axes | self.condition.axes
 
         def saving_rule(primals: Any, tangents: Any) -> tuple[Saved, Saved]:
             try:
-                saved = with_rule(self._saving, saving_rule, axes, without_pairs)(*primals)
-                return saved, self._push_forward(saved, *primals, *tangents)
+                saved = with_rule(self._saving, saving_rule, axes, without_good)(*primals)
+                return saved, self._push_forward(saved, primals[0], tangents[0])
             except NameError:
                 if self.unbound is None:
                     raise
@@ -238,27 +215,33 @@ class EarlyExit:
             saved, pushed = saving_rule(primals, tangents)
             return saved[:2], pushed[:2]
 
-        return with_rule(self._primal, primal_rule, axes, without_pairs)
+        return with_rule(self._primal, primal_rule, axes, without_good)
 
-    def _push_forward(self, saved: Saved, given: Operands, d_given: Operands) -> Saved:
+    def _push_forward(self, saved: Saved, given: Arrays, d_given: Arrays) -> Saved:
         """The tangents of what `_saving` returns."""
-        consts_part, d_consts = nonzero_part(given.reads.inner, d_given.reads.inner)
+        if self.refusal is not None:
+            raise copy.copy(self.refusal)  # one that was raised holds the frames that it went through
+        # A loop that is run once more asks no condition, and its callbacks were called.
+        given, d_given = (each._replace(consts=ENDS.put(each.consts, None)) for each in (given, d_given))
+        given = given._replace(consts=SILENT.raised(given.consts, self.trace.effects))
+        consts_part, d_consts = nonzero_part(given.consts, d_given.consts)
         x_part, d_xs = nonzero_part(given.xs, d_given.xs)
         given, d_xs = given._replace(xs=self._padded(given.xs)), self._padded(d_xs)
         states = zip(jax.tree.leaves(given.state), jax.tree.leaves(d_given.state), strict=True)
         d_state = [instantiated(d, leaf) for leaf, d in states if is_smooth(leaf)]
-        loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
-        rules, taken = not (self.hoisted.effects or self.hoisted.reverse_rule), saved.progress.taken
+        plan = self.plan.having(length=self.length)
+        rules, taken = not (self.trace.effects or self.trace.reverse_rule), saved.progress.taken
         d_after, d_ys, d_starts = push_forward(
-            loop,
+            plan,
+            given,
             saved.starts,
             (consts_part, x_part),
-            Tangents(d_consts, d_state, d_xs),
+            Arrays(d_consts, d_state, d_xs),
             self.outputs,
             self.chunks.size,
-            ways_of(loop, taken, self.outputs, self.chunks, branches=self.branches, rules=rules),
-            branches=self.hoisted.branches,
-            axes=self.hoisted.axes,
+            ways_of(plan, self.rows, taken, self.outputs, self.chunks, branches=self.branches, rules=rules),
+            branches=self.trace.branches,
+            axes=self.trace.axes,
         )
         progress = Progress(no_tangent(saved.progress.holds), no_tangent(taken), [])
         return Saved(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from .._avals import Array, LeafAxes, PyTree, is_sharded, place_like, vary_over
 from .._loop.chunk import Level
-from .._loop.feed import Feed
+from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step
 from .._loop.sizes import Around, Wish, chunk_size, plan_sizes
 from .._outputs.outputs import Thinned
@@ -27,6 +27,7 @@ from .._rows.axes import RowAxes
 from .._rows.compact import LiveRows
 from .._rows.fill import Idle, fill_leaves
 from .._rows.leaves import ORDER, any_of_all, at_step, make_schedule, select, unless_alone
+from .._rows.mask import SOME_VALID
 from .._tree import Prefix, merge
 from .._types import Remat
 from .condition import Condition
@@ -49,22 +50,23 @@ class Progress(NamedTuple):
     state: PyTree
 
 
-class Reads(NamedTuple):
-    """What every step of such a loop reads.
+class Ends(NamedTuple):
+    """What every step of such a loop reads beside the consts of its inner step.
 
     Attributes:
-        inner: the consts of the step.
         closed: what the condition closes over, for each of its traces.
         limit: int32[], the most steps to take.
         run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
         xs: what all steps are fed, where each is fed its place in there alone; else None.
     """
 
-    inner: Any
     closed: list[list[Any]]
     limit: Array
     run: Any = None
     xs: Feed | None = None
+
+
+ENDS: Slot[Ends] = Slot("ends")
 
 
 @dataclass(frozen=True)
@@ -122,42 +124,38 @@ class StepOutputs:
         return [vary_over(leaf, self.varying) for leaf in jax.tree.leaves(y)]
 
 
-def going_on(progress: Progress, reads: Reads) -> Array:
+def going_on(progress: Progress, consts: Consts) -> Array:
     """bool[*batch]: whether another step is to be taken."""
-    return progress.holds & (progress.taken < reads.limit)
+    return progress.holds & (progress.taken < ENDS.read(consts).limit)
 
 
 @dataclass(frozen=True)
 class MaskedStep:
     """The step that is masked where the loop has ended. Its state is `Progress`.
 
-    Its consts are `Reads`, in which the consts of the inner step are (GoodPair, consts).
-
     Attributes:
         step: the inner step, which is told which rows take it.
         condition: of the next state.
         fixed: for each leaf of the whole state whether it is unchanged.
-        branches: whether it runs in a branch that is taken while any row goes on.
     """
 
     step: Step
     condition: Condition
     fixed: tuple[bool, ...]
-    branches: bool = False
 
-    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        going = going_on(progress, reads)
-        valid = unless_alone(going) if self.branches and not going.ndim else going
-        new, y = self.step(reads.inner, progress.state, feed._replace(valid=valid))
-        after = self.condition(reads.closed, whole_state(self.fixed, reads, new))
+    def __call__(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        ends, inner = ENDS.take(consts)
+        going = going_on(progress, consts)
+        valid = unless_alone(going) if SOME_VALID.on(consts) and not going.ndim else going
+        new, y = self.step(inner, progress.state, feed._replace(valid=valid))
+        after = self.condition(ends.closed, whole_state(self.fixed, consts, new))
         taken = progress.taken + valid.astype(progress.taken.dtype)
         return Progress(select(valid, after, progress.holds), taken, new), y
 
 
-def whole_state(fixed: tuple[bool, ...], reads: Reads, state: PyTree) -> list[Any]:
+def whole_state(fixed: tuple[bool, ...], consts: Consts, state: PyTree) -> list[Any]:
     """The leaves of the whole state, those included that no step changes."""
-    _, (unchanged, _) = reads.inner
-    return merge(fixed, unchanged, jax.tree.leaves(state))
+    return merge(fixed, consts.unchanged, jax.tree.leaves(state))
 
 
 def all_fixed(loop: Loop) -> tuple[bool, ...]:
@@ -168,7 +166,7 @@ def all_fixed(loop: Loop) -> tuple[bool, ...]:
 
 @dataclass(frozen=True)
 class TakeStep:
-    """The step that is only taken while any row goes on. Its consts are `Reads`, its state is `Progress`.
+    """The step that is only taken while any row goes on. Its state is `Progress`.
 
     Attributes:
         step: takes it.
@@ -180,19 +178,20 @@ class TakeStep:
     outputs: StepOutputs
     y_axes: LeafAxes
 
-    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        if not self.step.branches:
-            return self._take(reads, progress, feed)
-        return jax.lax.cond(any_of_all(going_on(progress, reads)), self._take, self._leave, reads, progress, feed)
+    def __call__(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        if not SOME_VALID.on(consts):
+            return self._take(consts, progress, feed)
+        return jax.lax.cond(any_of_all(going_on(progress, consts)), self._take, self._leave, consts, progress, feed)
 
-    def _take(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        if reads.xs is not None:
-            feed = jax.tree.map(lambda leaf: at_step(leaf, feed.x), reads.xs)
-        progress, y = self.step(reads, progress, feed)
+    def _take(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        xs = ENDS.read(consts).xs
+        if xs is not None:
+            feed = jax.tree.map(lambda leaf: at_step(leaf, feed.x), xs)
+        progress, y = self.step(consts, progress, feed)
         return progress, self.outputs.varied(y)
 
-    def _leave(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        del reads, feed
+    def _leave(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        del consts, feed
         filled = zip(self.outputs.filled(), self.y_axes, strict=True)
         return progress, [_first(leaf, progress.holds.shape[:1], axis) for leaf, axis in filled]
 
@@ -222,18 +221,18 @@ class TakeChunk:
     branches: bool
     saves: bool
 
-    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+    def __call__(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         before = [leaf[None] for leaf in jax.tree.leaves(progress.state)] if self.saves else []
-        progress, ys = self._run(reads, progress, feed)
+        progress, ys = self._run(consts, progress, feed)
         return progress, ((ys, before) if self.saves else ys)
 
-    def _run(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+    def _run(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         if not self.branches:
-            return self.step(reads, progress, feed)
-        return jax.lax.cond(any_of_all(going_on(progress, reads)), self.step, self._leave, reads, progress, feed)
+            return self.step(consts, progress, feed)
+        return jax.lax.cond(any_of_all(going_on(progress, consts)), self.step, self._leave, consts, progress, feed)
 
-    def _leave(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        del reads, feed
+    def _leave(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        del consts, feed
         return progress, self.outputs.filled_chunk(self.size)
 
 
@@ -243,28 +242,26 @@ class TakeLiveRows(TakeChunk):
 
     Attributes:
         tiers: the numbers of rows to choose from.
-        axes: where the rows are, in `Reads` and `Progress` too.
+        axes: where the rows are, in `Progress` too.
     """
 
     tiers: tuple[int, ...]
     axes: RowAxes
 
-    def _run(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        schedule = make_schedule(going_on(progress, reads)[None], 1, self.tiers)
+    def _run(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        schedule = make_schedule(going_on(progress, consts)[None], 1, self.tiers)
         assert schedule.order is not None
         some = self.outputs.on_live_rows(self.step, self.tiers, self.axes)
         ways: list[Callable[..., Any]] = [self._leave, *some, self._everything]
-        return jax.lax.switch(schedule.branch[0], ways, reads, progress, ORDER.put(feed, schedule.order[0]))
+        return jax.lax.switch(schedule.branch[0], ways, consts, progress, ORDER.put(feed, schedule.order[0]))
 
-    def _everything(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        return self.step(reads, progress, ORDER.put(feed, None))
+    def _everything(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        return self.step(consts, progress, ORDER.put(feed, None))
 
 
-def axes_in_run(loop: Loop) -> RowAxes:
-    """Where the rows are in a loop whose consts are `Reads`, and its state `Progress`."""
-    axes: RowAxes = loop.masked.axes
-    others = len(jax.tree.leaves(loop.consts)) - len(axes.consts)
-    return axes._replace(consts=(*axes.consts, *(None,) * others), state=(0, 0, *axes.state))
+def in_progress(axes: RowAxes) -> RowAxes:
+    """Where the rows are in a loop whose state is `Progress`."""
+    return axes._replace(state=(0, 0, *axes.state))
 
 
 class Tell(Protocol):
@@ -287,7 +284,7 @@ class Tell(Protocol):
         """What is put around chunks: that, and a report."""
         ...
 
-    def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
+    def __call__(self, consts: Consts, progress: Progress, *, last: bool = False) -> None:
         """Reports; `last`: that the loop has ended."""
         ...
 

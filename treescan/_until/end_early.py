@@ -17,7 +17,7 @@ from .._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from .._body.call import CallBody, needs_keyword
 from .._errors import BodyFault, Misuse
 from .._loop.feed import Feed
-from .._loop.loop import Body, Loop, Step, innermost, is_jit_disabled, is_untraced, under_a_trace, within
+from .._loop.loop import Body, Loop, Step, is_jit_disabled, is_untraced, under_a_trace
 from .._rows.axes import RowFlags
 from .._rows.leaves import select
 from .._rows.over_rows import OverRows
@@ -131,7 +131,7 @@ class EndEarly(Transform):
         """The loop over rows, and what runs it; `known` has the traces of its body."""
         assert loop.given is not None
         bounds = loop.given.bounds
-        body, compact, limit = innermost(loop.step, CallBody), self.compact, jnp.asarray(np.int32(loop.length))
+        body, compact, limit = loop.callee.call, self.compact, jnp.asarray(np.int32(loop.length))
         limit = limit if bounds is None else bounds.steps(loop.length)
         call = None if self.cond is None else CallCondition(self.cond, loop.names[0], body.frozen, bool(body.custom))
         condition = Condition.of(call, loop.state, traced=not is_untraced(loop))
@@ -172,11 +172,8 @@ class EndEarly(Transform):
                     "bool for each row. It returned a single bool.",
                     f"Let the condition return bool[*batch], or give `{name}` a default.",
                 )
-        return loop.having(
-            step=within(
-                loop.step, CallBody, lambda body: Untold(dataclasses.replace(body, sees_valid=False, told=None))
-            )
-        )
+        told = dataclasses.replace(body, sees_valid=False, told=None)
+        return loop.having(step=Untold(loop.step), callee=dataclasses.replace(loop.callee, call=told))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree, as_arrays, place_like, vary_over, varying_axes
 from .._errors import Fault, Misuse, explain
 from .._loop.feed import Feed
-from .._loop.loop import Loop, Result, is_untraced
+from .._loop.loop import Arrays, Loop, Result, is_untraced
 from .._loop.run import debugs_nans, run, settle
 from .._outputs.outputs import ALL, emitting
 from .._rows.axes import without_arrays
@@ -21,8 +21,19 @@ from .._rows.leaves import any_of_all, may_branch
 from .._trace.equations import is_for_data_alone
 from .._transforms.refuse import once_only
 from .condition import Condition
-from .derivative import EarlyExit, Operands
-from .early_exit import MaskedStep, Progress, Reads, StepOutputs, Tell, all_fixed, going_on, plan_chunks, whole_state
+from .derivative import EarlyExit
+from .early_exit import (
+    ENDS,
+    Ends,
+    MaskedStep,
+    Progress,
+    StepOutputs,
+    Tell,
+    all_fixed,
+    going_on,
+    plan_chunks,
+    whole_state,
+)
 
 _NO_GRADIENT = once_only(
     "the gradient computes each step again",
@@ -74,38 +85,39 @@ class Going(NamedTuple):
     tell: Tell | None = None
 
     def __call__(self, loop: Loop) -> Result:
-        reads = Reads(loop.consts, self.condition.closed, self.limit, self.run)
+        loop = loop.having(consts=ENDS.put(loop.consts, Ends(self.condition.closed, self.limit, self.run)))
         run_loop = _run_step_by_step if is_untraced(loop) else _run_traced
-        progress, ys = run_loop(loop, self, reads)
+        progress, ys = run_loop(loop, self)
         if self.tell is not None:
-            self.tell(reads, progress, last=True)
+            self.tell(loop.consts, progress, last=True)
         return Result(progress.state, ys, progress.taken, ~progress.holds)
 
 
-def _run_step_by_step(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, PyTree]:
+def _run_step_by_step(loop: Loop, going: Going) -> tuple[Progress, PyTree]:
     """Runs the steps on values, one by one. Of a loop that takes none, a trace tells the types."""
     tell = going.tell
     holds, every = going.holds, -(-loop.length // tell.updates) if tell else 0
     taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
     progress, ran = Progress(holds, taken, as_arrays(loop.state)), list[PyTree]()
     step = MaskedStep(loop.step, going.condition, all_fixed(loop))
-    one = dataclasses.replace(loop, step=step, consts=reads, length=1, callee=loop.callee.apart())
-    while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
+    one = loop.plan.apart().having(step=step, length=1)
+    while len(ran) < loop.length and any_of_all(going_on(progress, loop.consts)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
-        after, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
+        after, y = run(one, Arrays(loop.consts, progress, _part(loop.xs, place, place + 1)))
         settled, changed = (after.state, False) if ran else settle(progress.state, after.state)
         if changed:
-            return _run_settled(loop, settled, going, reads)
+            return _run_settled(loop, settled, going)
         progress = after
         ran.append(y)
         if tell is not None and len(ran) % every == 0:
-            tell(reads, progress)
+            tell(loop.consts, progress)
     left = loop.length - len(ran)
     if not ran:
-        state, y = run(dataclasses.replace(loop, xs=_part(loop.xs, 0, 0), length=0))
+        bare = Arrays(ENDS.put(loop.consts, None), loop.state, _part(loop.xs, 0, 0))
+        state, y = run(loop.plan.having(length=0), bare)
         settled, changed = settle(progress.state, state)
         if changed:
-            return _run_settled(loop, settled, going, reads)
+            return _run_settled(loop, settled, going)
         progress, ran = progress._replace(state=state), [y]
     values = zip(fill_leaves(loop.masked.outputs.idle.fill, ran[0]), jax.tree.leaves(ran[0]), strict=True)
     filled = [jnp.broadcast_to(value, (left, *leaf.shape[1:])) for value, leaf in values]
@@ -113,17 +125,17 @@ def _run_step_by_step(loop: Loop, going: Going, reads: Reads) -> tuple[Progress,
     return progress, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(parts[::-1] if loop.reverse else parts))
 
 
-def _run_settled(loop: Loop, state: PyTree, going: Going, reads: Reads) -> tuple[Progress, PyTree]:
+def _run_settled(loop: Loop, state: PyTree, going: Going) -> tuple[Progress, PyTree]:
     """Runs the steps from a state whose types have settled, of which the condition is asked then."""
-    holds = going.condition(reads.closed, whole_state(all_fixed(loop), reads, state))
-    return _run_step_by_step(dataclasses.replace(loop, state=state), going._replace(holds=holds), reads)
+    holds = going.condition(ENDS.read(loop.consts).closed, whole_state(all_fixed(loop), loop.consts, state))
+    return _run_step_by_step(loop.having(state=state), going._replace(holds=holds))
 
 
 def _part(xs: Feed, start: int, stop: int) -> Feed:
     return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(jnp.asarray(leaf), start, stop), xs)
 
 
-def _run_traced(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, list[Any]]:
+def _run_traced(loop: Loop, going: Going) -> tuple[Progress, list[Any]]:
     """Runs the loop as a function with a derivative of its own; its ys are what is left of the outputs."""
     tell, hoisted, keeps, length = going.tell, loop.hoisted, loop.keeps or (), loop.length
     varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
@@ -136,29 +148,25 @@ def _run_traced(loop: Loop, going: Going, reads: Reads) -> tuple[Progress, list[
     own_values = loop.masked.own_values
     if not going.holds.ndim:  # an element of a vmap stops as a whole
         own_values = not (hoisted.effects or is_for_data_alone(hoisted.jaxpr) or debugs_nans())
-    bare, axes = without_tracers(loop), hoisted.axes | going.condition.axes
+    refuses = hoisted.effects and hoisted.repeatable.silenced().once_only
+    axes = hoisted.axes | going.condition.axes
     early = EarlyExit(
-        loop=bare,
-        hoisted=hoisted._replace(loop=bare),
+        plan=loop.plan,
+        rows=without_arrays(loop.masked),
+        trace=hoisted.bare(),
+        fixed=all_fixed(loop),
+        fed=bool(jax.tree.leaves(loop.xs)),
         condition=going.condition,
         outputs=StepOutputs(tuple(avals), loop.masked.outputs.idle.fill, varying, every),
         chunks=chunks if tell is None else tell.fit(chunks),
         branches=may_branch(),
-        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
+        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if refuses else None,
         unbound=explain(_outside_of(axes), going.verb, loop.body.function) if axes else None,
         reverse_only=explain(reverse_only(), going.verb, loop.body.function) if hoisted.reverse_rule else None,
         own_values=own_values,
         tell=tell,
     )
-    given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)
-    progress, ys = early.differentiable()(given)
+    progress, ys = early.differentiable()(loop.arrays, vary_over(going.holds, varying))
     left = [y[early.front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
     pairs = [(y, keep // n) for y, keep, n in zip(left, kept, every, strict=True)]
     return progress, [y if stride == 1 else y[stride - 1 :: stride] for y, stride in pairs]
-
-
-def without_tracers(loop: Loop) -> Loop:
-    """A traced loop with types instead of arrays, because rules for derivatives must not contain tracers."""
-    consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
-    bare = dataclasses.replace(loop, consts=consts, state=state, xs=xs, trace=None, finish=(), wishes=())
-    return bare.having(rows=without_arrays(loop.masked), runner=None, given=None)

@@ -20,20 +20,22 @@ import jax.numpy as jnp
 
 from .. import _faster
 from .._avals import Array, PyTree, vary_over
-from .._loop.chunk import Level, as_step, run_chunked
-from .._loop.feed import Feed, Slot
-from .._loop.loop import Loop, Step
+from .._loop.chunk import Level, RunChunk, run_chunked
+from .._loop.feed import Consts, Feed, Flag, Slot
+from .._loop.loop import Arrays, Plan, Step
 from .._remat.checkpoint import (
     RematChunk,
     SaveDecisions,
     checkpoint,
-    checkpoint_steps,
+    checkpoint_step,
     divide,
     is_remat3,
     reading,
+    stays_a_loop,
 )
+from .._rows.axes import Rows
 from .._rows.leaves import ORDER, make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
-from .._rows.mask import masked_step
+from .._rows.mask import ALL_VALID
 from .._trace.hoist import instantiated, smooth_part, zeros_like
 from .._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from .._trace.rewriting import is_rewriting
@@ -93,14 +95,6 @@ class _Reads(NamedTuple):
     d_consts: list[Any]
 
 
-class Tangents(NamedTuple):
-    """Tangents of the consts and the xs, for the leaves of a `Part`, and of all leaves of the state that have one."""
-
-    consts: list[Any]
-    state: list[Any]
-    xs: list[Any]
-
-
 @dataclass(frozen=True)
 class TangentOfChunk:
     """The step of the loop over chunks: its state is the tangent of the state, its y the tangents of the chunk's ys.
@@ -127,14 +121,14 @@ class TangentOfChunk:
 
     def __call__(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
         chunk: _Chunk = feed.x
-        given = Tangents(reads.d_consts, d_state, chunk.d_x)
+        given = Arrays(reads.d_consts, d_state, chunk.d_x)
         after, d_ys = self._linear()(given, reads._replace(d_consts=[]), chunk._replace(d_x=[]))
         return after, (d_ys, d_state)
 
     def _linear(self) -> Any:
         """The tangent of a chunk, as a function of tangents: itself the derivative of one that computes nothing."""
 
-        def nothing(given: Tangents, reads: _Reads, chunk: _Chunk) -> tuple[list[Array], list[Array]]:
+        def nothing(given: Arrays, reads: _Reads, chunk: _Chunk) -> tuple[list[Array], list[Array]]:
             return self.nothing(reads, given.state, chunk)
 
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -192,10 +186,11 @@ def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def push_forward(
-    loop: Loop,
+    plan: Plan,
+    loop: Arrays,
     starts: list[Any],
     parts: tuple[Part, Part],
-    given: Tangents,
+    given: Arrays,
     outputs: StepOutputs,
     size: int,
     ways: Ways,
@@ -206,7 +201,8 @@ def push_forward(
     """The tangents of the last state, of ys, and of the state at the start of each chunk, of leaves that have any.
 
     Args:
-        loop: the loop that has run, as it was before: its consts, its state, its xs of a length that the chunks divide.
+        plan: the loop that has run, of a length that the chunks divide.
+        loop: what it ran on.
         starts: the leaves of the state at the start of each chunk, [N, ...].
         parts: which leaves of the consts and of xs have a tangent.
         given: the tangents of the consts, the state and xs.
@@ -227,6 +223,8 @@ def push_forward(
         size=size,
         axes=frozenset(axes),
     )
+    rolled = dataclasses.replace(plan.lowering, unroll=1)
+    over = plan.apart().having(step=step, length=plan.length // size, lowering=rolled)
     on, off = x_part.split(loop.xs)
     grouped = [group(leaf, size) for leaf in on], [group(leaf, size) for leaf in off]
     chunks = _Chunk(starts, grouped, [], ways.valid, ways.others, ways.branch)
@@ -235,21 +233,14 @@ def push_forward(
         xs=[group(leaf, size) for leaf in given.xs],
     )
 
-    def push(given: Tangents) -> tuple[list[Array], Any]:
-        over = dataclasses.replace(
-            loop,
-            step=step,
-            consts=_Reads(consts_part.split(loop.consts), given.consts),
-            state=given.state,
-            xs=Feed(chunks._replace(d_x=given.xs)),
-            length=loop.length // size,
-            lowering=dataclasses.replace(loop.lowering, unroll=1),
-            callee=loop.callee.apart(),
-        )
-        return run_chunked(over, () if ways.branch is None else _levels_of_chunks(over.length, step))
+    def push(given: Arrays) -> tuple[list[Array], Any]:
+        reads = _Reads(consts_part.split(loop.consts), given.consts)
+        of_chunks = Arrays(reads, given.state, Feed(chunks._replace(d_x=given.xs)))
+        levels = () if ways.branch is None else _levels_of_chunks(over.length, step)
+        return run_chunked(over, levels, of_chunks)
 
     # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
-    def linear(given: Tangents) -> tuple[list[Array], Any]:
+    def linear(given: Arrays) -> tuple[list[Array], Any]:
         return jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))[1]
 
     after, (d_ys, d_starts) = mapped_later(linear, given) if branches else linear(given)
@@ -316,40 +307,45 @@ class StepByStep:
 
 @dataclass(frozen=True)
 class _Fed:
-    """A step that is fed one of the other things, in its slot, or none."""
+    """A step that is fed one of the other things, in its slot, or none; `says` is said to it."""
 
     step: Step
     part: int = 0
     slot: Slot[Any] | None = None
+    says: Flag | None = None
 
-    def __call__(self, consts: Any, state: PyTree, feed: Feed) -> tuple[PyTree, Any]:
+    def __call__(self, consts: Consts, state: PyTree, feed: Feed) -> tuple[PyTree, Any]:
         others, feed = _OTHERS.take(feed)
+        consts = consts if self.says is None else self.says.raised(consts)
         return self.step(consts, state, feed if self.slot is None else self.slot.put(feed, others[self.part]))
 
 
-def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, branches: bool, rules: bool) -> Ways:
+def ways_of(
+    loop: Plan, rows: Rows, taken: Array, outputs: StepOutputs, chunks: Chunks, *, branches: bool, rules: bool
+) -> Ways:
     """How to compute the chunks of a loop whose rows stop independently, or of one that stops as a whole.
 
     Args:
         loop: the loop that has run, as for `push_forward`.
+        rows: where its rows are.
         taken: int32[*batch], the steps that were taken.
         outputs: the types of y.
-        plan: the chunks, and what is recomputed within them.
+        chunks: the chunks, and what is recomputed within them.
         branches: whether a branch may depend on data.
         rules: whether a chunk may have a rule for derivatives of its own.
     """
-    size, tiers = plan.size, loop.masked.tiers
+    size, tiers = chunks.size, rows.tiers
     order = numbers_of_steps(loop.length, reverse=loop.reverse)
     first = mask_of_lengths(taken, loop.length)
     valid = first[::-1] if loop.reverse else first
     # Without rows, all of a chunk is masked, or nothing.
-    whole = loop if taken.ndim or not branches else dataclasses.replace(loop, step=masked_step(loop.step, masks=False))
-    recomputes = plan.remat is not None or plan.inner or not rules or not taken.ndim
+    says = None if taken.ndim or not branches else ALL_VALID
+    recomputes = chunks.remat is not None or chunks.inner or not rules or not taken.ndim
     every: Step
     if recomputes:
-        every = recomputed_chunk(whole, outputs, plan)
+        every = recomputed_chunk(loop, outputs, chunks)
     else:
-        every = run_chunk(whole, outputs, size)
+        every = run_chunk(loop, outputs, size)
         if is_rewriting():
             every = _faster.products_at_once(every)
     if not branches:
@@ -358,23 +354,24 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     most = most_of_all(most_of_devices(jnp.max(taken, initial=0)))
     least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
     ends = jnp.max(group(order, size), axis=1) >= least
-    by_step = dataclasses.replace(loop, step=StepByStep(loop.step, outputs.zero()))
-    some = [_Fed(step, 0, ORDER) for step in outputs.zero().on_live_rows(every, tiers, loop.masked.axes)]
-    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1, _LIVE), _Fed(every))
+    by_step = loop.having(step=StepByStep(loop.step, outputs.zero()))
+    some = [_Fed(step, 0, ORDER) for step in outputs.zero().on_live_rows(every, tiers, rows.axes)]
+    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1, _LIVE), _Fed(every, says=says))
     branch = jnp.where((schedule.branch == len(tiers)) & ~ends, len(runners), schedule.branch)
     return Ways(runners, branch, group(valid, size), (schedule.order, group(order < most, size)))
 
 
-def recomputed_chunk(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
+def recomputed_chunk(loop: Plan, outputs: StepOutputs, chunks: Chunks) -> Step:
     """What runs a whole chunk, and saves of it what the user said, or what is not had for next to nothing."""
-    loop = dataclasses.replace(loop, length=plan.size)
-    loop = checkpoint_steps(loop, plan.remat or Remat(policy=save_costly))
-    return as_step(loop, outputs.levels(plan.size, plan.inner, lambda size: RematChunk())).rolled()
+    loop = loop.having(length=chunks.size)
+    step = checkpoint_step(loop.step, chunks.remat or Remat(policy=save_costly), looped=stays_a_loop(loop), trace=None)
+    levels = outputs.levels(chunks.size, chunks.inner, lambda size: RematChunk())
+    return RunChunk(loop.having(step=step), levels).rolled()
 
 
-def run_chunk(loop: Loop, outputs: StepOutputs, size: int) -> Step:
+def run_chunk(loop: Plan, outputs: StepOutputs, size: int) -> Step:
     """What runs a chunk, and saves all of it."""
-    return as_step(
+    return RunChunk(
         loop.having(length=size, lowering=dataclasses.replace(loop.lowering, unroll=1)),
         outputs.levels(size, (), lambda size: None),
     )

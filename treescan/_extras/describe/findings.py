@@ -23,7 +23,8 @@ _DRAWS = frozenset({"random_bits", "random_gamma"})
 
 def same_draws(body: TracedBody, unit: str) -> Iterator[Finding]:
     """Random numbers that are the same in every step, because their key is."""
-    varying = [place >= body.counts[0] for place in range(len(body.jaxpr.invars))]
+    same = set(jax.tree.leaves(body.inputs.consts))
+    varying = [var not in same for var in body.jaxpr.invars]
     found = dependent(body.jaxpr, varying)
     places = dict[str, None]()
     for equation in body.jaxpr.eqns:
@@ -92,8 +93,7 @@ _SUMS, _SAME = frozenset({"add", "sub", "add_any"}), frozenset({"neg", "convert_
 
 def linear_carry(body: TracedBody) -> Iterator[Finding]:
     """A body that multiplies its carry, also by a matrix, and adds to it, and does nothing else with it."""
-    first, count = body.counts
-    state = body.jaxpr.invars[first : first + count]
+    state = body.inputs.state
     does = [_done(body.jaxpr, leaf, state, new) for leaf, new in zip(state, body.jaxpr.outvars, strict=False)]
     known = all(each is not None for each in does) and not body.hoisted.effects
     done = set[str]().union(*filter(None, does))
@@ -197,7 +197,7 @@ def _of_bodies(bodies: list[TracedBody]) -> dict[str, Any]:
         x += [_leaf(f"{leaf.path}{place}", variable.aval, leaf.value, rows=rows) for leaf, variable, rows in of_x]
         of_y = zip(body.y_vars, axes.y, strict=True)
         y += [_leaf(f"{path}{place}", variable.aval, rows=rows) for (path, variable), rows in of_y]
-        named = zip(body.constants, body.closed_vars, axes.consts, strict=True)
+        named = zip(body.constants, body.constant_vars, axes.consts.inner, strict=True)
         constants |= {each.path: _leaf(each.path, var.aval, each.value, rows=rows) for each, var, rows in named}
     return {
         "batch": bodies[0].batch if bodies[0].rows is not None else (),

@@ -18,7 +18,8 @@ from ... import _faster
 from ..._avals import LeafAxes, bytes_of
 from ..._errors import TreescanError
 from ..._loop.chunk import recomputes
-from ..._loop.loop import Body, Loop
+from ..._loop.feed import Consts
+from ..._loop.loop import Arrays, Body, Loop
 from ..._options.progress.show import ShowProgress
 from ..._outputs.outputs import KeepOutputs
 from ..._remat import budget
@@ -170,31 +171,28 @@ class TracedBody:
     def axes_of_rows(self) -> RowAxes:
         """Where the rows are in the leaves of the carry, of x, of y and of what all steps share."""
         if self.rows is None or not self.batch:
-            none = (None,)
-            return RowAxes(
-                none * len(self.constants), none * len(self.carry), none * len(self.x), none * len(self.y_vars)
-            )
+            named = self.constants, self.carry, self.x, self.y_vars
+            constants, carry, x, y = ((None,) * len(each) for each in named)
+            return RowAxes(Consts(inner=constants), carry, x, y)
         consts, state, x, y = self.rows.axes
         carry = merge(self.hoisted.fixed, self.rows.fixed, state)
-        return RowAxes(consts[len(self.rows.fixed) :], tuple(carry[len(carry) - len(self.carry) :]), x, y)
+        constants = self.hoisted.loop.consts._replace(unchanged=()).spread(consts)
+        return RowAxes(Consts(inner=constants), tuple(carry[len(carry) - len(self.carry) :]), x, y)
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """How many consts and leaves of the state that change lead the inputs of the jaxpr."""
-        loop = self.hoisted.loop
-        return len(jax.tree.leaves(loop.consts)), len(loop.state)
+    def inputs(self) -> Arrays:
+        """The inputs of the jaxpr by name."""
+        return jax.tree.unflatten(jax.tree.structure(self.hoisted.loop.arrays), self.jaxpr.invars)
 
     @property
-    def closed_vars(self) -> list[Any]:
-        """The inputs of the jaxpr that are its constants."""
-        unchanged = sum(self.hoisted.fixed)
-        return list(self.jaxpr.invars[unchanged : unchanged + len(self.constants)])
+    def constant_vars(self) -> list[Any]:
+        """The inputs of the jaxpr that are `constants`."""
+        return jax.tree.leaves(self.inputs.consts._replace(unchanged=()))
 
     @property
     def x_vars(self) -> list[Any]:
         """The inputs of the jaxpr that are scanned over."""
-        start = sum(self.counts)
-        return list(self.jaxpr.invars[start : start + len(self.x)])
+        return jax.tree.leaves(self.inputs.xs.x)[: len(self.x)]
 
     @property
     def y_vars(self) -> list[tuple[str, Any]]:
@@ -242,7 +240,7 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     scanned = [pair for name, part in parts for pair in leaves_with_path(name, part)]
     whole, sliced = split([axis is None for axis in axes or (0,) * len(scanned)], scanned)
     key: list[tuple[str, Any]] = [] if outer.key is None else [("key", outer.key)]
-    _, (closed, _) = hoisted.loop.consts
+    closed = hoisted.loop.consts.closed
     outside = zip(named_constants(call.body.function, closed), closed, strict=True)
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
     carried, fed, shared = ([Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants))
@@ -370,7 +368,8 @@ def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
         # Each step may be evaluated a last time, from the carry before it.
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
         return sizes, budget.Cut(sizes, again)
-    saves = isinstance(loop.runner, _faster.InPlace) and loop.runner.saves and saves_steps(loop)
+    saves = isinstance(loop.runner, _faster.InPlace) and loop.runner.saves
+    saves = saves and saves_steps(loop.hoisted, loop.plan, loop.arrays)
     loop, levels = plan(in_rounds(ready(loop))[0])
     parts = [level for level in levels if level.size < loop.length]
     again = _recomputes_steps(loop.step)

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_like, shard, spec_parts
 from ..._loop.chunk import Level, run_chunked
-from ..._loop.feed import Feed
+from ..._loop.feed import Consts, Feed, Slot
 from ..._loop.loop import Loop, Step, in_turn
 from ..._rows.axes import Begins, Rows, rows_of, with_axes
 from ..._rows.leaves import (
@@ -265,19 +265,23 @@ def traced_as_it_runs(loop: Loop) -> Hoisted:
         return in_rows(loop, lift(hoist(loop, [not fixed for fixed in loop.masked.unchanged()])))
 
 
+END: Slot[Array] = Slot("end")
+"""int32[], how many steps run."""
+
+
 @dataclass(frozen=True, eq=False)
 class Before:
     """A step that runs if fewer than so many ran before it, and hands on the state else.
 
-    Its consts are (that number, inner consts), its x is (how many ran before it, inner x).
+    Its x is (how many ran before it, inner x).
     """
 
     step: Step
 
-    def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        end, inner = consts
+    def __call__(self, consts: Consts, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        end, consts = END.take(consts)
         number, x = feed.x
-        new, _ = self.step(inner, state, feed._replace(x=x))
+        new, _ = self.step(consts, state, feed._replace(x=x))
         return [select(number < end, leaf, old) for old, leaf in zip(state, new, strict=True)], None
 
 
@@ -287,9 +291,8 @@ class Stretch:
 
     step: Step
 
-    def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        end, _ = consts
-        numbers, _ = feed.x
+    def __call__(self, consts: Consts, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        end, (numbers, _) = END.read(consts), feed.x
         return jax.lax.cond(
             any_of_all(jnp.min(numbers) < end), self.step, lambda _, state, feed: (state, None), consts, state, feed
         )
@@ -357,7 +360,7 @@ def evidence_of_step(number: Array, sites: Sequence[Site], taken: Any) -> list[t
 
         def explain_turn(told: Told, at: At, before: list[Array], arrays: Any, *, place: int = place) -> Evidence:
             (unchanged, changing), (consts, xs) = split(sites[place].fixed, before), arrays
-            there = dataclasses.replace(loops[place], consts=(unchanged, consts[1]), xs=xs)
+            there = dataclasses.replace(loops[place], consts=consts._replace(unchanged=unchanged), xs=xs)
             return evidence_at(told, at, changing, sites[place], there)
 
         here, at = (number != GOOD) & (position % count == place), At(number, position // count, position)
@@ -375,7 +378,6 @@ def _before_turn(number: Array, sites: Sequence[Site], loops: Sequence[Loop]) ->
         sites: the loops that take turns.
         loops: the same as they run once more.
     """
-    unchanged, _ = loops[0].consts
 
     def again(number: Array, leaves: list[Array]) -> list[Array]:
         before = list[Loop]()
@@ -384,10 +386,11 @@ def _before_turn(number: Array, sites: Sequence[Site], loops: Sequence[Loop]) ->
             numbers = site.last - positions if loop.reverse else positions
             step = Before(KeepUnchanged(loop.step, site.fixed))
             xs = loop.xs._replace(x=(numbers, loop.xs.x))
-            before.append(dataclasses.replace(loop, step=step, consts=(number, loop.consts[1]), state=leaves, xs=xs))
+            consts = END.put(loop.consts._replace(unchanged=()), number)
+            before.append(dataclasses.replace(loop, step=step, consts=consts, state=leaves, xs=xs))
         return run_nested(in_turn(before))[0]
 
-    leaves = merge(sites[0].fixed, unchanged, loops[0].state)
+    leaves = merge(sites[0].fixed, loops[0].consts.unchanged, loops[0].state)
     return jax.lax.cond(any_of_all(number != GOOD), again, lambda _, leaves: leaves, number, leaves)
 
 
@@ -423,8 +426,8 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
         site: the loop.
         loop: the same, as it runs once more.
     """
-    feed, rows, (unchanged, (_, inner)) = feed_at(at, loop), loop.rows, loop.consts
-    before, axes, valid = merge(site.fixed, unchanged, state), site.row_axes(rows), None
+    feed, rows, consts = feed_at(at, loop), loop.rows, loop.consts
+    before, axes, valid = merge(site.fixed, consts.unchanged, state), site.row_axes(rows), None
     shown, fed = before, feed
     if rows is not None:  # padded rows are shown what a valid one is
         valid, (x, structure) = feed.valid, jax.tree.flatten(feed.x)
@@ -444,7 +447,9 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
     rest = [None] * (len(results) - len(after))
     bits = told.blame.bits([*worst.pick(bad), *rest], worst.is_nan)
     position = jnp.asarray(at.position, jnp.int32)
-    return Evidence(at.first, position, before, after, site.x_of(feed.x, inner), site.valid_of(feed), worst, bits)
+    return Evidence(
+        at.first, position, before, after, site.x_of(feed.x, consts.inner), site.valid_of(feed), worst, bits
+    )
 
 
 def feed_at(at: At, loop: Loop) -> Feed:
@@ -457,9 +462,10 @@ def state_before(at: At, loop: Loop) -> list[Array]:
     around = loop if loop.rows is None else ResetRows()(Mask.of(0)(loop))
     step = Before(around.step)
     xs = around.xs._replace(x=(numbers_of_steps(loop.length, reverse=loop.reverse), around.xs.x))
-    again = dataclasses.replace(around, step=step, consts=(at.first, around.consts), xs=xs)
+    again = dataclasses.replace(around, step=step, consts=END.put(around.consts, at.first), xs=xs)
     size = math.isqrt(loop.length) if isinstance(loop.length, int) else 1
-    state, _ = run_chunked(again, (Level(size, lambda step, looped: Stretch(step)),) if size > 1 else ())
+    levels = (Level(size, lambda step, looped: Stretch(step)),) if size > 1 else ()
+    state, _ = run_chunked(again.plan, levels, again.arrays)
     if loop.rows is None or loop.masked.resets is None:
         return state
     begins = begins_of(loop, loop.state)
@@ -469,15 +475,17 @@ def state_before(at: At, loop: Loop) -> list[Array]:
 
 def _evaluate(told: Told, state: list[Array], feed: Feed, site: Site, loop: Loop) -> list[Any]:
     """Evaluates a step, and notes what each of its inputs is called."""
-    step, (_, (closed, inner)) = loop.step, loop.consts
+    step, consts = loop.step, loop.consts
     assert isinstance(step, Lifted)
     unchanged, changing = split(site.fixed, state)
-    shapes = step.traced.shapes((unchanged, inner), changing, feed)
-    held = [closed[i] for i in step.places[shapes] if i is not None]
+    shapes = step.traced.shapes(consts._replace(unchanged=unchanged), changing, feed)
+    held = [consts.closed[i] for i in step.places[shapes] if i is not None]
     whole, fed = site.names_of_feed()
-    others = len(jax.tree.leaves(inner)) - len(whole)
+    others = len(jax.tree.leaves(consts.inner)) - len(whole)
     names = [*[CONSTANT] * len(held), *whole, *[CONSTANT] * others, *site.names_of_state(), *fed]
-    return told.evaluate(step.traced.jaxprs[shapes].jaxpr, names, [*held, *jax.tree.leaves((inner, state, feed))])
+    return told.evaluate(
+        step.traced.jaxprs[shapes].jaxpr, names, [*held, *jax.tree.leaves((consts.inner, state, feed))]
+    )
 
 
 def case_of(site: Site, told: Told) -> Case:

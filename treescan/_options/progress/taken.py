@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 from ..._avals import Array, PyTree
-from ..._loop.feed import Feed
+from ..._loop.feed import Consts, Feed
 from ..._loop.loop import Loop, Step
 from ..._loop.sizes import Around
 from ..._rows.leaves import most_of_all, most_of_devices
 from ..._until.condition import Condition
-from ..._until.early_exit import Chunks, Progress, Reads, all_fixed, whole_state
+from ..._until.early_exit import ENDS, Chunks, Progress, all_fixed, whole_state
 from ..._until.run import Going
 from .meters import MOST, Reporter, Tick, probes_of
 from .showing import Showing
@@ -75,10 +75,10 @@ class TellTaken:
             return min(fitting, default=-(-least // outer) * outer)
         return min(size for size in range(outer, length + 1, outer) if length % size == 0 and size >= least)
 
-    def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
+    def __call__(self, consts: Consts, progress: Progress, *, last: bool = False) -> None:
         """Reports how far the loop has come; `last`: that it has ended."""
-        run, total = reads.run
-        carry = self.condition.state_of(whole_state(self.fixed, reads, progress.state))
+        run, total = ENDS.read(consts).run
+        carry = self.condition.state_of(whole_state(self.fixed, consts, progress.state))
         shown, false = self.showing.of_carry(carry), jnp.zeros((), bool)
         tick = Tick(run, total, _largest(progress.taken), false, ~false if last else false)
         self.reporter.step(tick, shown, probes_of(carry if last else progress.state))
@@ -95,7 +95,7 @@ class ReportAfter:
     step: Step
     tell: TellTaken
 
-    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        progress, ys = self.step(reads, progress, feed)
-        self.tell(reads, progress)
+    def __call__(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        progress, ys = self.step(consts, progress, feed)
+        self.tell(consts, progress)
         return progress, ys
