@@ -16,7 +16,7 @@ from ._rows.axes import row_axes
 from ._rows.leaves import expand
 from ._text import table, wrap
 from ._trace.dependence import dependent
-from ._trace.hoist import smooth_part
+from ._trace.smooth import smooth_part
 from ._tree import leaves_with_path
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan

@@ -35,16 +35,19 @@ from .._avals import Array, PyTree, bytes_of, elements, parts_of, place_like, st
 from .._cpu import backend
 from .._cpu.rows import as_one_matrix, written
 from .._loop.chunk import RunChunk
-from .._loop.feed import Feed
+from .._loop.feed import Feed, one_step
 from .._loop.loop import Arrays, Loop, Memo, Plan, Step
 from .._loop.run import run
 from .._outputs.outputs import QuietSteps
 from .._remat.checkpoint import Checkpointed, SaveDecisions, chooses
 from .._trace.cost import TRANSCENDENTAL, count_operations
 from .._trace.equations import PRODUCTS, alone, has_branches, values_of
-from .._trace.hoist import Hoisted, array_of, fill_in, lifted, nonzero_part, one_step, smooth_part
+from .._trace.hoist import lifted
 from .._trace.rewriting import Unproven, add_alike, typed_like
 from .._trace.rules import with_rule
+from .._trace.smooth import fill_in, nonzero_part, smooth_part
+from .._trace.steps import array_of
+from .._trace.trace import Trace
 from .._trace.transposed import mapped_later, push_plainly
 from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of
 
@@ -416,7 +419,7 @@ Measured on an H200, 128 steps of 64 rows: 2,048 x 2,048 weights take 0.73 of th
 """
 
 
-def products_pay(trace: Hoisted, plan: Plan, given: Arrays) -> bool:
+def products_pay(trace: Trace, plan: Plan, given: Arrays) -> bool:
     """Whether a chunk of a loop takes less time if it computes the products of its steps at once.
 
     It does so if the products with weights are most of a step, and have enough rows. All else takes more time in a
@@ -454,9 +457,9 @@ def at_once(step: Step, looped: bool) -> Step:
     return Checkpointed(products_at_once(step), looped, save_all_but_cheap) if looped else products_at_once(step)
 
 
-def saving_step(hoisted: Hoisted) -> Step:
+def saving_step(loop: Loop) -> Step:
     """A step of a chunk that saves its steps, as the rule of the chunk differentiates it."""
-    return Checkpointed(hoisted.loop.step, looped=True, policy=policy_within(hoisted.jaxpr))
+    return Checkpointed(loop.step, looped=True, policy=policy_within(loop.hoisted.jaxpr))
 
 
 def _reads(split: Split, consts: PyTree) -> list[Any]:

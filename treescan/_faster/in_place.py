@@ -25,9 +25,9 @@ from .._outputs.outputs import emitting, is_thinned, run_keeping
 from .._remat.checkpoint import is_remat3
 from .._rows.axes import Rows, without_arrays
 from .._rows.mask import without_good
-from .._trace.hoist import Hoisted
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
+from .._trace.trace import Trace
 from .._trace.transposed import push_plainly
 from .._transforms.plan import plan
 from .products import has_large_products
@@ -65,7 +65,7 @@ class InPlace:
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
         # The rule may not hold tracers.
-        trace, rows, keeps, size = loop.hoisted.bare(), without_arrays(loop.masked), loop.keeps or (), levels[0].size
+        trace, rows, keeps, size = loop.hoisted, without_arrays(loop.masked), loop.keeps or (), levels[0].size
         whole = stacked.plan
         emits = whole.having(step=emitting(whole.step, keeps))
         outputs = functools.partial(_outputs, trace, rows, keeps, loop.length)
@@ -88,7 +88,7 @@ class InPlace:
         return with_rule(write, rule, sources=without_good)(stacked.arrays)
 
 
-def _outputs(trace: Hoisted, rows: Rows, keeps: tuple[int | None, ...], length: int, given: Arrays) -> list[Array]:
+def _outputs(trace: Trace, rows: Rows, keeps: tuple[int | None, ...], length: int, given: Arrays) -> list[Array]:
     """The outputs of a loop that runs nothing."""
     y = [aval for aval, keep in zip(trace.y_avals, keeps, strict=True) if keep is not None]
     idle = rows.outputs.idle(given.state, [stacked_type(leaf, length) for leaf in y])

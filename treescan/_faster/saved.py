@@ -29,16 +29,18 @@ from jax.core import eval_jaxpr
 
 from .._avals import Array, PyTree, is_sharded, varying_axes
 from .._loop.chunk import Level, run_chunked
-from .._loop.feed import Feed
+from .._loop.feed import Feed, one_step
 from .._loop.loop import Arrays, Plan, Step
 from .._remat.remat import saves_steps
 from .._rows.leaves import SCHEDULE, Schedule
 from .._rows.mask import without_good
 from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
-from .._trace.hoist import Hoisted, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
+from .._trace.smooth import fill_in, is_smooth, nonzero_part, zeros_like
+from .._trace.steps import array_of
+from .._trace.trace import Trace
 from .._trace.transposed import push_plainly, with_transpose
 from .._tree import Part, merge, split
 from .writing import Result, write_chunks
@@ -271,9 +273,7 @@ def stack_chunks(plan: Plan, given: Arrays, size: int, outputs: Leaves) -> Resul
     return run_chunked(plan.having(step=step), (level,), given._replace(xs=xs))
 
 
-def push_forward(
-    plan: Plan, trace: Hoisted, size: int, idle: Leaves, given: Arrays, d_given: Arrays
-) -> tuple[Any, Any]:
+def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Arrays, d_given: Arrays) -> tuple[Any, Any]:
     """The results of a loop and their tangents. What these need of each step is saved.
 
     Args:

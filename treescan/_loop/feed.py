@@ -9,7 +9,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 
-from .._avals import PyTree
+from .._avals import PyTree, is_sharded, is_weak, varying_axes
 
 T = TypeVar("T")
 Held = TypeVar("Held", "Feed", "Consts")
@@ -155,3 +155,14 @@ def slots_of(feed: Feed | Consts) -> Iterator[tuple[Slot[Any], Any]]:
     """The slots of a feed that hold something, with what they hold, in the order of their names."""
     held = {} if feed.extra is None else feed.extra.held
     return iter(sorted(held.items(), key=lambda item: item[0].name))
+
+
+def one_step(xs: Feed) -> Feed:
+    """The types of what one step is fed."""
+
+    def entry(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf))
+
+    if not [leaf for leaf in jax.tree.leaves(xs) if is_sharded(leaf) or varying_axes(jax.typeof(leaf))]:
+        return jax.tree.map(entry, xs)  # a trace of the indexing would say the same, and takes longer
+    return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)

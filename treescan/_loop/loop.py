@@ -26,7 +26,7 @@ from .replaced import replacement
 if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
     from .._body.call import CallBody
     from .._rows.axes import Rows
-    from .._trace.hoist import Hoisted
+    from .._trace.trace import Trace
     from .._transforms.call import Arguments
     from .._types import Remat
     from .sizes import Wish
@@ -432,7 +432,7 @@ class Loop(Plan):
     state: PyTree
     xs: Feed
     given: Arguments | None = None
-    trace: Hoisted | None = None
+    trace: Trace | None = None
     remat: Remat | tuple[Remat | None, ...] | None = None
     wishes: tuple[Wish, ...] = ()
     keeps: tuple[int | None, ...] | None = None
@@ -444,7 +444,7 @@ class Loop(Plan):
     if TYPE_CHECKING:
 
         @property
-        def hoisted(self) -> Hoisted:
+        def hoisted(self) -> Trace:
             """What was read off its trace; it was traced."""
             assert self.trace is not None
             return self.trace

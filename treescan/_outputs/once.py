@@ -18,7 +18,8 @@ from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
-from .._trace.hoist import Hoisted, flatten_only, hoist
+from .._trace.hoist import flatten_only, hoist, restoring, whole_state
+from .._trace.trace import Inputs, Trace
 from .._transforms.axes import OverAxes, spread_prefix
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, leaves_with_path, map_leaves, merge, split
@@ -56,27 +57,26 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
     typed = dataclasses.replace(typed, state=as_arrays(loop.state))
     with jax.disable_jit(False):
         hoisted = hoist(typed)
-    flags = _flags(wanted, hoisted.y)
+    trace = hoisted.hoisted
+    flags = _flags(wanted, trace.y)
     program = StepProgram.of(hoisted)
-    places = [len(hoisted.fixed) + i for i, flag in enumerate(flags) if flag]
-    once = program.compute(places) or _compute_inlined(program, hoisted, flags, places)
+    places = [len(trace.fixed) + i for i, flag in enumerate(flags) if flag]
+    once = program.compute(places) or _compute_inlined(program, trace, flags, places)
     rest = program.without(once, places)
-    reads = _reads(rest, program, hoisted, once, places)
-    y = jax.tree.unflatten(jax.tree.structure(hoisted.y), merge(flags, once.values, [None] * flags.count(False)))
+    reads = _reads(rest, program, trace.inputs, once, places)
+    y = jax.tree.unflatten(jax.tree.structure(trace.y), merge(flags, once.values, [None] * flags.count(False)))
     if is_jit_disabled():
-        hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
-        step: Step = DroppingOnce(hoisted.loop.step, wanted)
-        return Parted(dataclasses.replace(hoisted.loop, step=step).finished(hoisted.restore), y, reads)
-    consts = EARLY.put(hoisted.loop.consts, once.early)
-    rest_y = jax.tree.structure(_pruned(hoisted.y, flags))
-    run = dataclasses.replace(hoisted.loop, xs=loop.xs, length=loop.length)
+        flat = flatten_only(loop.having(state=as_arrays(loop.state)))
+        step: Step = DroppingOnce(flat.step, wanted)
+        return Parted(flat.having(step=step, trace=None).finished(restoring(flat)), y, reads)
+    consts, rest_y = EARLY.put(hoisted.consts, once.early), jax.tree.structure(_pruned(trace.y, flags))
+    run = hoisted.having(xs=loop.xs, length=loop.length, trace=None)
     if whole:
-        step = _Rest(rest, program.consts, (False,) * len(hoisted.fixed), rest_y)
-        run = dataclasses.replace(run, step=step, consts=consts._replace(unchanged=()), state=hoisted.settled)
-        return Parted(run.finished(functools.partial(jax.tree.unflatten, hoisted.structure)), y, reads)
-    step = _Rest(rest, program.consts, hoisted.fixed, rest_y)
-    run = dataclasses.replace(run, step=step, consts=consts)
-    return Parted(run.finished(hoisted.restore), y, reads)
+        step = _Rest(rest, program.consts, (False,) * len(trace.fixed), rest_y)
+        run = run.having(step=step, consts=consts._replace(unchanged=()), state=whole_state(hoisted))
+        return Parted(run.finished(functools.partial(jax.tree.unflatten, trace.structure)), y, reads)
+    step = _Rest(rest, program.consts, trace.fixed, rest_y)
+    return Parted(run.having(step=step, consts=consts).finished(restoring(hoisted)), y, reads)
 
 
 def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
@@ -88,17 +88,17 @@ def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
     return tuple(map(bool, spread_prefix("`out_axes`", wanted.tree, y, "y", cure)))
 
 
-def _compute_inlined(program: StepProgram, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> Once:
+def _compute_inlined(program: StepProgram, trace: Trace, flags: tuple[bool, ...], places: Sequence[int]) -> Once:
     """What is computed once within functions that the step calls. The calls themselves stay in the loop."""
     inlined = program.inlined()
     once = inlined.compute(places)
     if once is None:
-        raise _varies(inlined, hoisted, flags)
+        raise _varies(inlined, trace, flags)
     return once._replace(equations=frozenset(), variables=[], early=[])
 
 
 def _reads(
-    rest: Any, program: StepProgram, hoisted: Hoisted, once: Once, places: Sequence[int]
+    rest: Any, program: StepProgram, given: Inputs, once: Once, places: Sequence[int]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Which of the consts, and of what a step is fed, what is left reads.
 
@@ -113,7 +113,6 @@ def _reads(
         if not behind.isdisjoint(equation.outvars):
             behind.update(variables_of(equation.invars))
     read |= left | behind
-    given = hoisted.inputs
     of_consts, of_feed = (tuple(var in read for var in jax.tree.leaves(part)) for part in (given.consts, given.feed))
     return of_consts, of_feed
 
@@ -155,10 +154,10 @@ class _Rest:
         return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
 
 
-def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:
+def _varies(program: StepProgram, trace: Trace, flags: Sequence[bool]) -> Fault:
     """Says which outputs are not the same in every step."""
-    found, outvars = program.vary(), program.jaxpr.outvars[len(hoisted.fixed) :]
-    named = zip(leaves_with_path("y", hoisted.y), outvars, flags, strict=True)
+    found, outvars = program.vary(), program.jaxpr.outvars[len(trace.fixed) :]
+    named = zip(leaves_with_path("y", trace.y), outvars, flags, strict=True)
     rows = [
         Row(path, "the same in every step", describe_leaf(leaf), "")
         for (path, leaf), var, flag in named

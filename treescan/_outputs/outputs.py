@@ -15,10 +15,10 @@ import numpy as np
 from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
 from .._errors import ArgumentError, Misuse, expect
 from .._loop.chunk import Level, RunChunk, run_chunked
-from .._loop.feed import Feed, of_steps
+from .._loop.feed import Feed, of_steps, one_step
 from .._loop.loop import Arrays, Loop, Paced, Plan, Step, is_untraced
 from .._loop.sizes import Wish
-from .._trace.hoist import one_step, traced
+from .._trace.hoist import traced
 from .._transforms.axes import move_outputs, spread_prefix, static_axes
 from .._transforms.call import Arguments, Call
 from .._transforms.refuse import refuse_symbolic, refuse_with_refs

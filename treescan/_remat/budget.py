@@ -14,12 +14,13 @@ import jax
 from .. import _faster
 from .._avals import PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
-from .._loop.feed import Feed
-from .._loop.loop import Step
+from .._loop.feed import Feed, one_step
+from .._loop.loop import Loop, Step
 from .._text import Section, page, table, wrap
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
-from .._trace.hoist import Hoisted, Lifted, is_smooth, lift, one_step
+from .._trace.hoist import lifted
+from .._trace.smooth import is_smooth
 from .._transforms.refuse import refuse_symbolic
 from .._tree import replaced, split
 from .._types import Remat
@@ -80,16 +81,16 @@ class Footprint:
     once: int = 0
 
 
-def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
+def footprint_of(loops: Sequence[Loop]) -> Footprint:
     """The bytes of one round of several loops over one state, which run one step each in turn."""
-    saved = [saved_of_step(hoisted, hoisted.loop.step) for hoisted in loops]
+    saved = [saved_of_step(loop, loop.step) for loop in loops]
     steps = [each.bytes for each in saved]
-    slices = [jax.tree.leaves(one_step(hoisted.loop.xs)) for hoisted in loops]
-    shared = {id(leaf): leaf for leaf in jax.tree.leaves([hoisted.loop.consts for hoisted in loops])}
+    slices = [jax.tree.leaves(one_step(loop.xs)) for loop in loops]
+    shared = {id(leaf): leaf for leaf in jax.tree.leaves([loop.consts for loop in loops])}
     kept = [saved_of_step(each, _checkpointed(each, Remat(levels=1))) for each in loops]
-    related = any(relates(each.jaxpr) for each in loops)
+    related = any(relates(each.hoisted.jaxpr) for each in loops)
     return Footprint(
-        state=max(_sum(hoisted.loop.state) for hoisted in loops),
+        state=max(_sum(loop.state) for loop in loops),
         carry=_carry_of_chunk(loops, saved),
         kept=sum(each.bytes for each in kept),
         decided=sum(_sum(residual.aval for residual in each.residuals) for each in kept) if related else 0,
@@ -98,21 +99,21 @@ def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
         xs=_sum(itertools.chain(*slices)),
         d_xs=_sum(filter(is_smooth, itertools.chain(*slices))),
         leaf=max(map(_bytes_of, itertools.chain(*slices)), default=0),
-        d_ys=_sum(aval for hoisted in loops for aval in hoisted.y_avals if is_smooth(aval)),
+        d_ys=_sum(aval for loop in loops for aval in loop.hoisted.y_avals if is_smooth(aval)),
         weights=_sum(leaf for leaf in shared.values() if hasattr(leaf, "dtype") and is_smooth(leaf)),
     )
 
 
-def _carry_of_chunk(loops: Sequence[Hoisted], saved: Sequence[Saved]) -> int:
+def _carry_of_chunk(loops: Sequence[Loop], saved: Sequence[Saved]) -> int:
     """The bytes of the leaves that a chunk is computed again from: what derivatives read depends on them.
 
     A sum, an average or a buffer of outputs does not count, as far as a step only adds to it.
     """
-    places = [[place for place, is_fixed in enumerate(each.fixed) if not is_fixed] for each in loops]
+    places = [[place for place, is_fixed in enumerate(each.hoisted.fixed) if not is_fixed] for each in loops]
     sizes = {
         p: _bytes_of(leaf)
         for one, own in zip(loops, places, strict=True)
-        for p, leaf in zip(own, one.loop.state, strict=True)
+        for p, leaf in zip(own, one.state, strict=True)
     }
     needed = set[int]()
     while True:
@@ -182,7 +183,7 @@ class Saved:
         return not given.isdisjoint(variables_of(outputs))
 
 
-def saved_of_step(hoisted: Hoisted, step: Step) -> Saved:
+def saved_of_step(loop: Loop, step: Step) -> Saved:
     """What the gradient saves of a step.
 
     Raises:
@@ -190,20 +191,19 @@ def saved_of_step(hoisted: Hoisted, step: Step) -> Saved:
         Uncounted: if what its gradient saves cannot be known.
     """
     try:
-        return _saved_of_step(hoisted, step, of_xs=True)
+        return _saved_of_step(loop, step, of_xs=True)
     except NoGradient as refused:
         try:  # a callback may read xs that are not differentiated
-            return _saved_of_step(hoisted, step, of_xs=False)
+            return _saved_of_step(loop, step, of_xs=False)
         except NoGradient:
             raise refused from None
 
 
-def _saved_of_step(hoisted: Hoisted, step: Step, *, of_xs: bool) -> Saved:
+def _saved_of_step(loop: Loop, step: Step, *, of_xs: bool) -> Saved:
     """What the gradient saves of a step, with respect to xs too or not."""
-    loop = hoisted.loop
     given = loop.consts, loop.state, one_step(loop.xs)
     differentiated = len(jax.tree.leaves(given if of_xs else given[:2]))
-    step = _without_symbolic_zeros(hoisted, step) if has_symbolic_zeros(hoisted.jaxpr) else step
+    step = _without_symbolic_zeros(loop, step) if has_symbolic_zeros(loop.hoisted.jaxpr) else step
     try:
         return _saved(step, given, differentiated)
     except Exception as error:  # whatever JAX or a rule of the user says: the gradient would say it too
@@ -242,7 +242,7 @@ def _saved(step: Step, given: tuple[Any, list[Any], Feed], differentiated: int) 
     return Saved([Residual(var.aval, computed[var]) for var in kept if var in computed], state, jaxpr, first)
 
 
-def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
+def _without_symbolic_zeros(loop: Loop, step: Step) -> Step:
     """The step, with functions in place of their derivative rules.
 
     JAX runs a rule with symbolic zeros (`jax.custom_vjp`) once per trace, for the inputs that are perturbed then. It
@@ -255,7 +255,6 @@ def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
         results = evaluate_inlined(closed.jaxpr, closed.consts, jax.tree.leaves(given), called)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
-    loop = hoisted.loop
     jaxpr = jax.make_jaxpr(without)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
     if has_symbolic_zeros(jaxpr):
         raise Uncounted(
@@ -383,13 +382,13 @@ def describe_bytes(count: int) -> str:
     return f"{count / 2 ** (10 * power):,.1f} {unit}" if power else f"{count:,} {unit}"
 
 
-def fit_budget(hoisted: Hoisted, remat: Remat) -> Remat | None:
+def fit_budget(loop: Loop, remat: Remat) -> Remat | None:
     """The plan of a `Remat` for a loop that `hoist` made. One with a budget is given a plan that fits.
 
     Raises:
         Fault: for an `ArgumentError` if no plan fits.
     """
-    return remat if remat.budget is None else chosen(lambda: plan_of(hoisted, remat))
+    return remat if remat.budget is None else chosen(lambda: plan_of(loop, remat))
 
 
 def chosen(plan: Callable[[], RematPlan]) -> Remat | None:
@@ -423,41 +422,41 @@ class Cut(NamedTuple):
         return 1 + len(self.sizes) + self.again
 
 
-def plan_of(hoisted: Hoisted, remat: Any, cut: Cut | None = None) -> RematPlan:
+def plan_of(loop: Loop, remat: Any, cut: Cut | None = None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`, as an estimate from the trace of the gradient of its step.
 
     Args:
-        hoisted: the loop.
+        loop: the traced loop.
         remat: the plan; of loops that take turns it may be a tuple of their own.
         cut: how the loop is run, where its verb has chunks of its own; None: as the plan says.
     """
-    refuse_symbolic(hoisted.loop.length, "remat")
+    refuse_symbolic(loop.length, "remat")
     # What a body closes over counts as differentiated, as what it is given does.
-    each = [one if isinstance(one.loop.step, Lifted) else lift(one) for one in hoisted.each if one.loop.length]
-    length = min(one.loop.length for one in each)
+    each = [lifted(one) for one in loop.turns or (loop,) if one.length]
+    length = min(one.length for one in each)
     # The stacks that lead are copied: their last layers are cut off them.
-    leading = (one for one in each if one.loop.length > length)
-    once = length * sum(_sum(jax.tree.leaves(one_step(one.loop.xs))) for one in leading)
+    leading = (one for one in each if one.length > length)
+    once = length * sum(_sum(jax.tree.leaves(one_step(one.xs))) for one in leading)
     step = dataclasses.replace(footprint_of(each), once=once)
     if isinstance(remat, tuple):  # of which None saves all of its steps
         return describe(None, length, step, sum(map(_kept_of_step, each, remat)), cut)
     if remat is not None and remat.budget is not None:
         unit = "period" if len(each) > 1 else "{unit}"
         return cheapest_within(remat.budget, length, step, *_in_chunk(each, step), unit)
-    if remat is not None and saves_whole_steps(each[0], remat):
+    if remat is not None and saves_whole_steps(each[0].hoisted, remat):
         in_chunk, whole = _in_chunk(each, step)
         return describe(remat, length, in_chunk, whole, cut)
     has_policy = remat is not None and callable(remat.policy) and remat.policy is not _EVERYTHING
     return describe(remat, length, step, sum(_kept_of_step(one, remat) for one in each) if has_policy else None, cut)
 
 
-def _kept_of_step(hoisted: Hoisted, remat: Remat | None) -> int:
+def _kept_of_step(loop: Loop, remat: Remat | None) -> int:
     """What is saved of each step under a `Remat`."""
-    return saved_of_step(hoisted, hoisted.loop.step if remat is None else _checkpointed(hoisted, remat)).bytes
+    return saved_of_step(loop, loop.step if remat is None else _checkpointed(loop, remat)).bytes
 
 
-def _checkpointed(hoisted: Hoisted, remat: Remat) -> Step:
-    return checkpoint_step(hoisted.loop.step, remat, looped=True, trace=hoisted)
+def _checkpointed(loop: Loop, remat: Remat) -> Step:
+    return checkpoint_step(loop.step, remat, looped=True, trace=loop.trace)
 
 
 def cheapest_within(
@@ -493,21 +492,21 @@ def cheapest_within(
     )
 
 
-def _in_chunk(loops: Sequence[Hoisted], step: Footprint) -> tuple[Footprint, int]:
+def _in_chunk(loops: Sequence[Loop], step: Footprint) -> tuple[Footprint, int]:
     """The bytes of a step in a chunk that saves its steps, and what it saves of each.
 
     Where it computes the products of its steps at once, no step has gradients of weights of its own, and those of x
     take the place of what they were computed from.
     """
-    hoisted, *others = loops
-    if others or not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
+    loop, *others = loops
+    if others or not saves_whole_steps(loop.hoisted, Remat(_EVERYTHING, levels=2)):
         return step, step.whole
-    products = _faster.bytes_of_products(_faster.ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    products = _faster.bytes_of_products(_faster.ready_for_chunks(loop))
     if not products:
         return step, step.whole
-    saved = _faster.saving_step(hoisted)
+    saved = _faster.saving_step(loop)
     in_chunk = dataclasses.replace(step, once=step.once - step.weights)
-    return in_chunk, saved_of_step(hoisted, saved).bytes + products - step.d_xs
+    return in_chunk, saved_of_step(loop, saved).bytes + products - step.d_xs
 
 
 def _candidates(length: int, step: Footprint, in_chunk: Footprint, whole: int) -> Iterator[RematPlan]:

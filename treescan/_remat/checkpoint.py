@@ -19,8 +19,9 @@ from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Plan, Step
 from .._trace.equations import called, holds, jaxprs_within
-from .._trace.hoist import Hoisted, smooth_part
 from .._trace.rewriting import is_rewriting
+from .._trace.smooth import smooth_part
+from .._trace.trace import Trace
 from .._transforms.refuse import refuse_symbolic
 from .._types import Remat
 
@@ -385,7 +386,7 @@ def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:
     return loop.with_turns(turns)
 
 
-def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Hoisted | None) -> Step:
+def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Trace | None) -> Step:
     """A step, recomputed as a `Remat` says. `trace` is that of its loop, if it is known."""
     if remat.policy is jax.checkpoint_policies.everything_saveable and not (remat.offload and levels_in(remat) == 1):
         return step
@@ -458,7 +459,7 @@ def _parts_with_remainder(length: int, sizes: tuple[int, ...]) -> float:
     return count_parts(length, sizes) * (1.25 if rest else 1) + rest
 
 
-def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
+def saves_whole_steps(trace: Trace, remat: Remat) -> bool:
     """Whether the chunks of a plan save whole steps. Then the products of these steps are computed at once."""
     whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
     return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)

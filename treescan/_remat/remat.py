@@ -17,8 +17,9 @@ from .._loop.loop import Arrays, Loop, Plan, Step, is_untraced
 from .._loop.sizes import Wish, chunk_size
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
-from .._trace.hoist import Hoisted, hoist, traced
+from .._trace.hoist import hoist, traced
 from .._trace.rewriting import is_rewriting
+from .._trace.trace import Trace
 from .._transforms.refuse import once_only, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .._tree import Static
@@ -52,25 +53,24 @@ LEAST_CHUNKS, CHUNK = 16, 32
 """A loop has at least so many chunks if they have fewer than so many steps: each chunk takes time and memory."""
 
 
-def is_large(hoisted: Hoisted, least: int = LARGE) -> bool:
+def is_large(trace: Trace, length: int, least: int = LARGE) -> bool:
     """Whether the steps of a loop save so much that chunks are better recomputed. A trace of the step tells."""
-    length = hoisted.loop.length
-    return not isinstance(length, int) or length * count_saved_bytes(hoisted.jaxpr, hoisted.varying) >= least
+    return not isinstance(length, int) or length * count_saved_bytes(trace.jaxpr, trace.varying) >= least
 
 
-def is_cheap(hoisted: Hoisted) -> bool:
+def is_cheap(trace: Trace, length: int) -> bool:
     """Whether a step is computed sooner than what it saves is written and read: that is in no cache.
 
     On a GPU the kernels of a step take longer to start than to write what they save.
     """
-    saved = count_saved_bytes(hoisted.jaxpr, hoisted.varying)
-    many = backend.on_cpu() and is_large(hoisted, HUGE)
-    return many and count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
+    saved = count_saved_bytes(trace.jaxpr, trace.varying)
+    many = backend.on_cpu() and is_large(trace, length, HUGE)
+    return many and count_operations(trace.jaxpr, transcendental=20) <= CHEAP * saved
 
 
-def saves_steps(trace: Hoisted, plan: Plan, given: Arrays) -> bool:
+def saves_steps(trace: Trace, plan: Plan, given: Arrays) -> bool:
     """Whether the gradient of a traced loop had better save each step: no product pays, and nothing to recompute."""
-    return not (_faster.products_pay(trace, plan, given) or is_cheap(trace))
+    return not (_faster.products_pay(trace, plan, given) or is_cheap(trace, plan.length))
 
 
 def _least_chunk(length: int) -> int:
@@ -125,14 +125,14 @@ class Recompute(Transform):
                     fit_budget(hoist(loop), of_all)
             return loop
         loop = traced(loop)
-        for trace in loop.hoisted.each:
-            with speaking_of(trace.loop.body.function):
-                refuse_to_repeat(trace)
+        for turn in loop.each:
+            with speaking_of(turn.body.function):
+                refuse_to_repeat(turn.hoisted)
         plans = remat if isinstance(remat, tuple) else (remat,) * len(loop.each)
-        warn_of_unknown_names(plans, loop.hoisted.each)
+        warn_of_unknown_names(plans, loop.each)
         if isinstance(remat, tuple):
             return dataclasses.replace(checkpoint_steps(loop, *plans), remat=remat)
-        plan = fit_budget(loop.hoisted, remat)
+        plan = fit_budget(loop, remat)
         return loop if plan is None else _recompute(loop, plan)
 
     def _of_early_end(self, loop: Loop) -> Loop:
@@ -141,19 +141,22 @@ class Recompute(Transform):
         refuse_budget(self.remat, "a loop whose number of steps is not known")
         refuse_offload(self.remat)
         if not is_untraced(loop):
-            warn_of_unknown_names([self.remat], [loop.hoisted])
+            warn_of_unknown_names([self.remat], [loop])
         return dataclasses.replace(loop, remat=self.remat)
 
 
-def fastest(hoisted: Hoisted) -> Remat | Auto | None:
-    """What "auto" does. "auto": chunks save their steps, and compute the products at once. None: nothing is changed."""
-    left_alone = hoisted.effects or hoisted.refs or hoisted.reverse_rule or not is_rewriting()
-    length = hoisted.loop.length
+def fastest(loop: Loop) -> Remat | Auto | None:
+    """What "auto" does to a traced loop. None: nothing is changed.
+
+    "auto": chunks save their steps, and compute the products of these at once.
+    """
+    trace, length = loop.hoisted, loop.length
+    left_alone = trace.effects or trace.refs or trace.reverse_rule or not is_rewriting()
     if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
         return None
-    ready = _faster.ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted))
+    ready = _faster.ready_for_chunks(loop)
     pays = _faster.products_pay(ready.hoisted, ready.plan, ready.arrays)
-    if (pays and is_large(hoisted)) or is_cheap(hoisted):
+    if (pays and is_large(trace, length)) or is_cheap(trace, length):
         return Remat(_WHOLE, levels=2, chunk=_least_chunk(length))
     return AUTO if pays else None
 
@@ -163,7 +166,7 @@ def choose_fastest(loop: Loop) -> Loop:
     if not isinstance(loop.length, int):
         return loop
     loop = traced(loop)
-    remat = fastest(loop.hoisted)
+    remat = fastest(loop)
     if isinstance(remat, Remat):
         return _recompute(loop, remat)
     if remat is None:
@@ -185,7 +188,7 @@ def _recompute(loop: Loop, remat: Remat) -> Loop:
     at_once = not (masked or loop.turns) and saves_whole_steps(loop.hoisted, remat)
     loop = _faster.ready_for_chunks(loop) if at_once else loop
     loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
-    related = any(relates(trace.jaxpr) for trace in loop.hoisted.each)
+    related = any(relates(turn.hoisted.jaxpr) for turn in loop.each)
     wishes = remat_wishes(loop.length, remat, _faster.products_at_once if at_once else None, related=related)
     return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
 
@@ -322,28 +325,28 @@ def _warn_of_no_change(kind: str) -> None:
         )
 
 
-def warn_of_unknown_names(plans: Sequence[Remat | None], traces: Sequence[Hoisted]) -> None:
+def warn_of_unknown_names(plans: Sequence[Remat | None], loops: Sequence[Loop]) -> None:
     """Warns if a policy of JAX has a name that no body with this plan gives to a value.
 
     A rule of `jax.custom_vjp` may name values too, and is not in the trace: then nothing is known.
 
     Args:
         plans: a plan for each body.
-        traces: the traces of the bodies.
+        loops: the traced loops that run the bodies.
     """
     for i, plan in enumerate(plans):
         if plan is not None and plan not in plans[:i]:
-            _check([trace for other, trace in zip(plans, traces, strict=True) if other == plan], plan.policy)
+            _check([loop for other, loop in zip(plans, loops, strict=True) if other == plan], plan.policy)
 
 
-def _check(traces: list[Hoisted], policy: Any) -> None:
-    asked = list(dict.fromkeys(_names_of(policy)))
+def _check(loops: list[Loop], policy: Any) -> None:
+    asked, traces = list(dict.fromkeys(_names_of(policy))), [loop.hoisted for loop in loops]
     if not asked or any(trace.jaxpr is None or trace.reverse_rule for trace in traces):
         return
     given = list(dict.fromkeys(name for trace in traces for name in _names_in(trace.jaxpr)))
     unknown = [name for name in asked if name not in given]
     if unknown:
-        body = describe_body([trace.loop.body.function for trace in traces])
+        body = describe_body([loop.body.function for loop in loops])
         known = f"It has the names {_listed(given)}." if given else "It has no names."
         warn_user(
             f"The policy of `remat` refers to the name {_listed(unknown)}, which no value in {body} has. {known} "
@@ -373,11 +376,11 @@ def _names_in(jaxpr: Any) -> Iterator[str]:
     return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")
 
 
-def refuse_to_repeat(hoisted: Hoisted) -> None:
+def refuse_to_repeat(trace: Trace) -> None:
     """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
-    if hoisted.refs:
+    if trace.refs:
         refuse_with_refs("remat")
-    if hoisted.once_only:
+    if trace.once_only:
         raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
 
 

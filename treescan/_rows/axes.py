@@ -12,7 +12,7 @@ from .._body.carry import call_hook
 from .._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
 from .._loop.feed import Consts
 from .._loop.loop import Loop
-from .._trace.hoist import Hoisted
+from .._trace.trace import Trace
 from .._transforms.axes import spread_axes
 from .._tree import KeyPath, Prefix, children, leaves_with_path, path_str, split
 from ..carries._base import AbstractCarry, describe_class, is_carry
@@ -305,7 +305,7 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
     )
 
 
-def rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
+def rows_of(trace: Trace, axes: RowAxes, y_axes: Prefix) -> Rows:
     """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
-    fixed, state = map(tuple, split(hoisted.fixed, axes.state))
+    fixed, state = map(tuple, split(trace.fixed, axes.state))
     return Rows(axes._replace(consts=axes.consts._replace(unchanged=fixed), state=state), y_axes, fixed)

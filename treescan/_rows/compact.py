@@ -16,10 +16,10 @@ from .._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary
 from .._cpu import writes
 from .._cpu.rows import gather_rows
 from .._errors import BodyFault, Fault, Misuse, TreescanError
-from .._loop.feed import Feed, slots_of
+from .._loop.feed import Feed, one_step, slots_of
 from .._loop.loop import Loop, Step
 from .._trace.equations import equations_within, jaxprs_within
-from .._trace.hoist import Hoisted, one_step, trace_also
+from .._trace.hoist import trace_also, whole_state
 from .._transforms.refuse import refuse_symbolic
 from .._tree import map_leaves
 from .axes import RowAxes
@@ -155,26 +155,26 @@ def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
     return sorted({tier for tier in tiers if tier < rows})
 
 
-def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, ...]) -> None:
+def trace_tiers(traced: Loop, loop: Loop, axes: RowAxes, tiers: tuple[int, ...]) -> None:
     """Traces the body for each number of rows but the whole batch, for which `hoist` has.
 
     Args:
-        hoisted: what `hoist(loop)` returned.
+        traced: what `hoist(loop)` returned.
         loop: the loop before, its state in its own structure.
         axes: where its rows are.
         tiers: the numbers of rows.
     """
     for tier in tiers[:-1]:
-        given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, hoisted.settled, loop.xs)
+        given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, whole_state(traced), loop.xs)
         consts, state, feed = given
-        y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
+        y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(traced.hoisted.y), axes.y, strict=True)]
         try:
-            fewer = trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
+            fewer = trace_also(traced, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
         except Fault as fault:
             raise _of_fewer_rows(fault, tier, max(tiers)) from None
         except Exception as error:
             raise failed_with_fewer_rows(error, "{body}", tier, max(tiers), _ANY_ROWS) from None
-        refuse_shared_draws(hoisted.jaxpr, fewer.jaxpr, tier, max(tiers))
+        refuse_shared_draws(traced.hoisted.jaxpr, fewer.jaxpr, tier, max(tiers))
 
 
 _ANY_ROWS = (

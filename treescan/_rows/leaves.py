@@ -33,7 +33,7 @@ from .._cpu.rows import in_one_place
 from .._loop.feed import Slot
 from .._loop.loop import Loop
 from .._loop.run import debugs_nans
-from .._trace.hoist import is_smooth
+from .._trace.smooth import is_smooth
 from .._tree import map_leaves
 
 

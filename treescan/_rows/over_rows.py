@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,11 +16,12 @@ from .._loop.feed import Consts
 from .._loop.loop import Loop, is_untraced
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.equations import is_for_data_alone, variables_of
-from .._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, hoist_once, lift, settled
+from .._trace.hoist import fixed_leaves, flatten_only, hoist, hoist_once, lift, settled
+from .._trace.trace import Trace
 from .._transforms.axes import scan_over_axes
 from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
-from .._tree import Prefix, merge
+from .._tree import Prefix
 from .axes import (
     OF_Y,
     RowAxes,
@@ -59,7 +60,7 @@ class OverRows(Transform):
     others: tuple[str, ...] = ()
     stage: ClassVar[Stage] = Stage.FED
 
-    def __call__(self, loop: Loop, known: dict[Hashable, Hoisted] | None = None) -> Loop:
+    def __call__(self, loop: Loop, known: dict[Hashable, Loop] | None = None) -> Loop:
         """The transformed loop; `known` has traces of bodies that may be of its kind, and then its own."""
         given = told(loop)
         valid, resets = self._flags(given, loop.length)
@@ -76,7 +77,7 @@ class OverRows(Transform):
         unchanged = None
         if is_untraced(loop):
             loop = loop if changing is None else settled(loop)  # what is put back has to fit
-            hoisted, before = flatten_only(loop), loop
+            before, loop = loop, flatten_only(loop)
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:
             loop = without_false_alarms(loop, axes.x)
@@ -84,23 +85,24 @@ class OverRows(Transform):
                 from .._trace.raw_keys import raw, with_raw_keys
 
                 loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
-            hoisted = hoist(loop, changing) if known is None else hoist_once(loop, known, changing)
+            before, loop = loop, hoist(loop, changing) if known is None else hoist_once(loop, known, changing)
+            trace = loop.hoisted
             if loop.limit is not None:
-                refuse_refs_in_skipped_steps(hoisted)
-            _refuse_refs(hoisted, tiers, self.others, told=tells)
-            axes = axes._replace(y=spread_batch_axes(OF_Y, y_axes, hoisted.y, "y", valid.shape[1:]))
+                refuse_refs_in_skipped_steps(trace)
+            _refuse_refs(trace, tiers, self.others, told=tells)
+            axes = axes._replace(y=spread_batch_axes(OF_Y, y_axes, trace.y, "y", valid.shape[1:]))
             if len(tiers) > 1:
                 from .compact import fewer_tiers, trace_tiers
 
-                tiers = fewer_tiers(tiers, hoisted.jaxpr) if self.compact is True else tiers
-                trace_tiers(hoisted, loop, axes, tiers)
-            hoisted = lift(hoisted)
-        rows = rows_of(hoisted, axes, y_axes)._replace(
-            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed
+                tiers = fewer_tiers(tiers, trace.jaxpr) if self.compact is True else tiers
+                trace_tiers(loop, before, axes, tiers)
+            loop = lift(loop)
+        trace, unchanging = loop.hoisted, loop.consts.unchanged
+        rows = rows_of(trace, axes, y_axes)._replace(
+            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=trace.fixed
         )
-        rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(hoisted, rows.axes))
-        loop = hoisted.loop.having(trace=hoisted, rows=rows)
-        return loop.finished(lambda state: _restored(hoisted, rows, state))
+        rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(trace, rows.axes))
+        return loop.having(rows=rows).finished(lambda state: _restored(trace, rows, unchanging, state))
 
     def _tiers(self, loop: Loop, valid: Array) -> tuple[int, ...]:
         """The numbers of rows that the body is traced for."""
@@ -178,17 +180,17 @@ class OverRows(Transform):
         return found
 
 
-def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ...], *, told: bool) -> None:
+def _refuse_refs(trace: Trace, tiers: tuple[int, ...], others: tuple[str, ...], *, told: bool) -> None:
     """Refuses a body that would write a mutable array in padding, or that would read one with fewer rows.
 
     Args:
-        hoisted: the loop.
+        trace: the trace of the body.
         tiers: the numbers of rows that the body runs on.
         others: see `OverRows`.
         told: whether the body knows which rows are valid, or all are.
     """
-    compact = hoisted.refs and len(tiers) > 1
-    if not told and hoisted.writes:
+    compact = trace.refs and len(tiers) > 1
+    if not told and trace.writes:
         options = ", ".join(f"`{option}`" for option in (*["compact"] * compact, *others))
         raise Misuse(
             "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
@@ -201,27 +203,26 @@ def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ..
         refuse_with_refs("compact")
 
 
-def _see_own_values(hoisted: Hoisted, axes: RowAxes) -> bool:
+def _see_own_values(trace: Trace, axes: RowAxes) -> bool:
     """The contract of `mask_scan`: whether padded rows see their own values where nothing is differentiated.
 
     Their results are discarded, and the body treats rows independently. So only a gradient could show what they saw.
     Rows may meet where the body reads the mask, and in leaves that all of them share.
     """
-    jaxpr = hoisted.jaxpr
+    jaxpr = trace.jaxpr
     read = {atom for equation in jaxpr.eqns for atom in variables_of(equation.invars)}
-    may_meet = None in (*axes.state, *axes.x) or hoisted.inputs.feed.valid in read
-    return not (may_meet or is_for_data_alone(jaxpr) or hoisted.effects or hoisted.reverse_rule or debugs_nans())
+    may_meet = None in (*axes.state, *axes.x) or trace.inputs.feed.valid in read
+    return not (may_meet or is_for_data_alone(jaxpr) or trace.effects or trace.reverse_rule or debugs_nans())
 
 
-def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
+def _restored(trace: Trace, rows: Rows, unchanged: Sequence[Array], state: list[Array]) -> PyTree:
     """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
-    spans, unchanged = rows.given.spans, hoisted.loop.consts.unchanged
-    if spans is None or not rows.fixed:
-        return hoisted.restore(state)
-    from .spans import at_rows
+    spans = rows.given.spans
+    if spans is not None and rows.fixed:
+        from .spans import at_rows
 
-    of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
-    return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))
+        unchanged = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
+    return trace.restore(unchanged, state)
 
 
 def _changing(rows: RowFlags) -> list[bool] | None:

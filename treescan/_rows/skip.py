@@ -164,7 +164,7 @@ class Skip(Transform):
             return ChunkRemat.NONE
         from .._remat.remat import is_large
 
-        if not self._is_chosen(loop, tiers) or is_large(loop.hoisted):
+        if not self._is_chosen(loop, tiers) or is_large(loop.hoisted, loop.length):
             return ChunkRemat.DECIDES_ONCE if relates(loop.hoisted.jaxpr) else ChunkRemat.RECOMPUTES
         return ChunkRemat.SAVES_ALL if chooses(loop.hoisted.jaxpr) else ChunkRemat.SAVES_STEPS
 

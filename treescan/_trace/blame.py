@@ -19,7 +19,7 @@ from .._avals import Array, in_mesh, mesh_of, place_like
 from .._errors import is_library_file, shorten
 from .._tree import replaced
 from .equations import alone, equations_within, interpret, jaxprs_within, opened
-from .hoist import is_smooth
+from .smooth import is_smooth
 
 MADE, UNSURE = 1, 2
 """The bits of an operation: it made what is blamed; what it was given may have made it, or other things given to it."""

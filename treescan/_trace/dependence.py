@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
+from .._loop.loop import Loop
 from .equations import alone, called_without_rule, inlined, loop_of, variables_of
-from .hoist import Hoisted, zeros_like
+from .smooth import zeros_like
+from .steps import Traced
 
 Flags = list[bool]
 
@@ -121,15 +123,15 @@ class StepProgram:
     varying: tuple[bool, ...]
 
     @classmethod
-    def of(cls, hoisted: Hoisted) -> StepProgram:
-        """The program of a loop's step."""
-        traced = hoisted.traced
-        (closed,) = traced.jaxprs.values()
-        consts, inputs = hoisted.loop.consts, hoisted.inputs
+    def of(cls, loop: Loop) -> StepProgram:
+        """The program of the step of a loop that `hoist` made."""
+        assert isinstance(loop.step, Traced)
+        (closed,) = loop.step.jaxprs.values()
+        consts, inputs = loop.consts, loop.hoisted.inputs
         same = [*jax.tree.leaves(inputs.consts), *inputs.unchanged]
         known = dict(zip(same, [*jax.tree.leaves(consts.inner), *consts.unchanged], strict=True))
         given = [known.get(var) for var in closed.jaxpr.invars]
-        return cls(closed.jaxpr, list(closed.consts), given, hoisted.varying)
+        return cls(closed.jaxpr, list(closed.consts), given, loop.hoisted.varying)
 
     def inlined(self) -> StepProgram:
         """The step with the equations of the functions that it calls in place of the calls."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
 from jax.sharding import AxisType
 
 from .._avals import varying_axes
@@ -222,6 +222,35 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
         return change(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else value
 
     return {name: of(value) for name, value in params.items()}
+
+
+def silenced(jaxpr: Any) -> Any:
+    """A jaxpr, closed or not, without the callbacks that return nothing, in its loops and branches too."""
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # since JAX 0.12, an open jaxpr has itself there
+    if inner is not jaxpr:
+        return jaxpr.replace(jaxpr=silenced(inner))
+    equations = [_silence_inner(eqn) for eqn in jaxpr.eqns if not _only_speaks(eqn)]
+    kinds = {type(effect) for eqn in equations for effect in eqn.effects}
+    return jaxpr.replace(eqns=equations, effects={effect for effect in jaxpr.effects if type(effect) in kinds})
+
+
+def _only_speaks(eqn: Any) -> bool:
+    """Whether an equation has effects and nothing else; one that writes to a mutable array has more."""
+    return bool(eqn.effects) and not eqn.outvars and all(isinstance(var.aval, ShapedArray) for var in eqn.invars)
+
+
+def _silence_inner(eqn: Any) -> Any:
+    """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
+    left = list[Any]()
+
+    def silence(jaxpr: Any) -> Any:
+        left.append(silenced(jaxpr))
+        return left[-1]
+
+    params = with_jaxprs(eqn.params, silence) if eqn.effects else {}
+    kinds = {type(effect) for jaxpr in left for effect in jaxpr.effects}
+    kept = {effect for effect in eqn.effects if type(effect) in kinds}
+    return eqn.replace(params=params, effects=kept) if left else eqn
 
 
 def needed(equations: Sequence[Any], outputs: Sequence[Any], given: Iterable[Any] = ()) -> list[Any]:

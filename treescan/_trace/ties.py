@@ -22,7 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from .._avals import Array, PyTree, place_like, vary_over, varying_axes
 from .._tree import merge, split
-from .hoist import is_smooth
+from .smooth import is_smooth
 
 _REACHES = jax.__version_info__ >= (0, 9)
 """Whether a `psum` of what varies can be mapped. On JAX 0.8, values are tied only to what varies over no other axes."""

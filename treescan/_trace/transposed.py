@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import jax
 
 from .._avals import PyTree
-from .hoist import fill_in, nonzero_part, smooth_part, zeros_like
+from .smooth import fill_in, nonzero_part, smooth_part, zeros_like
 from .ties import tie
 
 Given = TypeVar("Given")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from .._loop.loop import Loop, Result, Step, is_untraced
 from .._loop.turns import Turns
 from .._outputs.outputs import ALL, LAST, run_keeping
 from .._remat.checkpoint import Checkpointed
-from .._trace.hoist import Hoisted, traced
+from .._trace.hoist import traced, whole_state
 from .._tree import merge, split
 from .plan import plan
 
@@ -95,7 +96,7 @@ def in_rounds(loop: Loop) -> tuple[Loop, tuple[Step, Feed] | None]:
     # verbs whose bodies take turns refuse options around it.
     alone = tuple(dataclasses.replace(s, looped=False) if isinstance(s, Checkpointed) else s for s in steps[:count])
     if loop.trace is not None:
-        fixed = [trace.fixed for trace in loop.hoisted.each]
+        fixed = [turn.hoisted.fixed for turn in turns]
         steps, alone = (tuple(map(KeepUnchanged, each, fixed)) for each in (steps, alone))
         consts = tuple(each._replace(unchanged=()) for each in consts)
     bodies = tuple(turn.body for turn in turns)
@@ -133,11 +134,10 @@ class WithUnchanged:
         return split(self.fixed, whole)[1], y
 
 
-def in_whole_state(hoisted: Hoisted) -> Loop:
-    """The loop that `hoist` made, with all leaves in its state."""
-    turns, state = list[Loop](), hoisted.each[0].settled
-    for one in hoisted.each:
-        step, consts = KeepUnchanged(one.loop.step, one.fixed), one.loop.consts._replace(unchanged=())
-        turns.append(one.loop.having(step=step, consts=consts, state=state, callee=one.loop.callee.apart()))
-    loop = hoisted.loop.with_turns(turns)
-    return loop.finished(lambda leaves: jax.tree.unflatten(hoisted.structure, leaves))
+def in_whole_state(loop: Loop) -> Loop:
+    """The loop with turns that `hoist` made, with all leaves in its state."""
+    turns, state, structure = list[Loop](), whole_state(loop.turns[0]), loop.hoisted.structure
+    for turn in loop.turns:
+        step, consts = KeepUnchanged(turn.step, turn.hoisted.fixed), turn.consts._replace(unchanged=())
+        turns.append(turn.apart().having(step=step, consts=consts, state=state, trace=None))
+    return loop.with_turns(turns).having(trace=None).finished(functools.partial(jax.tree.unflatten, structure))

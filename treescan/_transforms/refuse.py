@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from .._errors import Fault, Misuse
-from .._trace.hoist import Hoisted
+from .._trace.trace import Trace
 
 
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
@@ -25,9 +25,9 @@ def refuse_with_refs(option: str) -> NoReturn:
     )
 
 
-def refuse_refs_in_skipped_steps(hoisted: Hoisted) -> None:
+def refuse_refs_in_skipped_steps(trace: Trace) -> None:
     """Refuses a body that closes over a mutable array, in a loop that ends early."""
-    if hoisted.refs:
+    if trace.refs:
         raise Misuse(
             "{verb} over {body}: the body closes over a mutable array (a `Ref`). This loop may skip steps, and such "
             "steps cannot read or write one.",

@@ -35,7 +35,7 @@ from .._loop.loop import Body, Loop
 from .._loop.run import named_signature
 from .._rows.compact import failed_with_fewer_rows, refuse_shared_draws, take_rows
 from .._trace.equations import named_axes
-from .._trace.hoist import Hoisted
+from .._trace.hoist import whole_state
 from .._trace.raw_keys import raw
 from .._tree import is_static, merge, thaw_static
 
@@ -191,7 +191,7 @@ class Condition:
         """The named axes of `jax.vmap` over which it computes."""
         return frozenset[Hashable]().union(*map(named_axes, self.jaxprs))
 
-    def settled(self, state: PyTree, hoisted: Hoisted) -> PyTree | None:
+    def settled(self, state: PyTree, loop: Loop) -> PyTree | None:
         """The user's state as the trace of the loop has it, if it takes on another type in there; else None.
 
         A weak type becomes another, and what names no mesh is spread over one. The condition is asked only after that.
@@ -199,7 +199,7 @@ class Condition:
         if self.call is None:
             return None
         leaves = jax.tree.leaves(state)
-        pairs = [promoted(leaf, of) for leaf, of in zip(leaves, self._own(hoisted.settled), strict=True)]
+        pairs = [promoted(leaf, of) for leaf, of in zip(leaves, self._own(whole_state(loop)), strict=True)]
         changed = any(is_changed for _, is_changed in pairs)
         return jax.tree.unflatten(self.structure, [leaf for leaf, _ in pairs]) if changed else None
 
@@ -213,7 +213,7 @@ class Condition:
         call, rows = self.call, loop.masked
         if call is None:
             return self
-        pairs = zip(jax.tree.leaves(as_arrays(raw(state))), self._own(loop.hoisted.settled), strict=True)
+        pairs = zip(jax.tree.leaves(as_arrays(raw(state))), self._own(whole_state(loop)), strict=True)
         given = [vary_over(leaf, varying_axes(jax.typeof(of))) for leaf, of in pairs]
         state = jax.tree.unflatten(self.structure, given)
         fits = list(map(jax.typeof, given)) == list(self.jaxprs[0].in_avals)

@@ -16,9 +16,11 @@ from .._loop.loop import Arrays, Plan, Step
 from .._loop.sizes import Around
 from .._rows.axes import Rows
 from .._rows.mask import SOME_VALID, without_good
-from .._trace.hoist import SILENT, Hoisted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from .._trace.rewriting import is_rewriting
 from .._trace.rules import with_rule
+from .._trace.smooth import fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from .._trace.steps import SILENT
+from .._trace.trace import Trace
 from .condition import Condition
 from .early_exit import (
     ENDS,
@@ -70,7 +72,7 @@ class EarlyExit:
 
     plan: Plan
     rows: Rows
-    trace: Hoisted
+    trace: Trace
     fixed: tuple[bool, ...]
     fed: bool
     condition: Condition

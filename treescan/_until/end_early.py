@@ -21,7 +21,6 @@ from .._loop.loop import Body, Loop, Step, is_jit_disabled, is_untraced, under_a
 from .._rows.axes import RowFlags
 from .._rows.leaves import select
 from .._rows.over_rows import OverRows
-from .._trace.hoist import Hoisted
 from .._transforms.axes import count_from
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
@@ -117,17 +116,17 @@ class EndEarly(Transform):
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:
-        known = dict[Hashable, Hoisted]()
+        known = dict[Hashable, Loop]()
         ended, going = self._ended(loop, known)
         if is_untraced(loop):
             return ended
-        state = going.condition.settled(loop.state, ended.hoisted)
+        state = going.condition.settled(loop.state, ended)
         if state is not None:
             ended, going = self._ended(loop.having(state=state), known)
         condition = going.condition.fitted(ended, loop.state if state is None else state)
         return ended.having(runner=going._replace(condition=condition))
 
-    def _ended(self, loop: Loop, known: dict[Hashable, Hoisted]) -> tuple[Loop, Going]:
+    def _ended(self, loop: Loop, known: dict[Hashable, Loop]) -> tuple[Loop, Going]:
         """The loop over rows, and what runs it; `known` has the traces of its body."""
         assert loop.given is not None
         bounds = loop.given.bounds

@@ -137,32 +137,31 @@ def _part(xs: Feed, start: int, stop: int) -> Feed:
 
 def _run_traced(loop: Loop, going: Going) -> tuple[Progress, list[Any]]:
     """Runs the loop as a function with a derivative of its own; its ys are what is left of the outputs."""
-    tell, hoisted, keeps, length = going.tell, loop.hoisted, loop.keeps or (), loop.length
+    tell, trace, keeps, length = going.tell, loop.hoisted, loop.keeps or (), loop.length
     varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
     step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
     loop = dataclasses.replace(loop, step=step, xs=xs, state=as_arrays(loop.state))
     chunks = plan_chunks(loop)
-    avals = [aval for aval, keep in zip(hoisted.y_avals, keeps, strict=True) if keep is not None]
+    avals = [aval for aval, keep in zip(trace.y_avals, keeps, strict=True) if keep is not None]
     kept = [keep for keep in keeps if keep is not None]
     every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
     own_values = loop.masked.own_values
     if not going.holds.ndim:  # an element of a vmap stops as a whole
-        own_values = not (hoisted.effects or is_for_data_alone(hoisted.jaxpr) or debugs_nans())
-    refuses = hoisted.effects and hoisted.repeatable.silenced().once_only
-    axes = hoisted.axes | going.condition.axes
+        own_values = not (trace.effects or is_for_data_alone(trace.jaxpr) or debugs_nans())
+    axes = trace.axes | going.condition.axes
     early = EarlyExit(
         plan=loop.plan,
         rows=without_arrays(loop.masked),
-        trace=hoisted.bare(),
+        trace=trace,
         fixed=all_fixed(loop),
         fed=bool(jax.tree.leaves(loop.xs)),
         condition=going.condition,
         outputs=StepOutputs(tuple(avals), loop.masked.outputs.idle.fill, varying, every),
         chunks=chunks if tell is None else tell.fit(chunks),
         branches=may_branch(),
-        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if refuses else None,
+        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if trace.once_only_in_silence else None,
         unbound=explain(_outside_of(axes), going.verb, loop.body.function) if axes else None,
-        reverse_only=explain(reverse_only(), going.verb, loop.body.function) if hoisted.reverse_rule else None,
+        reverse_only=explain(reverse_only(), going.verb, loop.body.function) if trace.reverse_rule else None,
         own_values=own_values,
         tell=tell,
     )

@@ -36,10 +36,10 @@ from .._remat.checkpoint import (
 from .._rows.axes import Rows
 from .._rows.leaves import ORDER, make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from .._rows.mask import ALL_VALID
-from .._trace.hoist import instantiated, smooth_part, zeros_like
 from .._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from .._trace.rewriting import is_rewriting
 from .._trace.rules import with_rule
+from .._trace.smooth import instantiated, smooth_part, zeros_like
 from .._trace.transposed import mapped_later
 from .._tree import Part
 from .._types import Remat

@@ -80,7 +80,7 @@ def ignored_x(body: TracedBody, x_name: str, unit: str) -> Iterator[Finding]:
     given = set(body.x_vars)
     found = dependent(body.jaxpr, [var in given for var in body.jaxpr.invars])
     read = any(not hasattr(atom, "val") and atom in found for atom in body.jaxpr.outvars)
-    if given and not read and not body.hoisted.effects and not x_name.startswith("_"):
+    if given and not read and not body.loop.hoisted.effects and not x_name.startswith("_"):
         yield Finding(
             f"{x_name}: nothing that a {unit} returns depends on it.",
             f"If that is meant, call it `_` in the body. If only the number of {unit}s is needed, give `length`.",
@@ -95,7 +95,7 @@ def linear_carry(body: TracedBody) -> Iterator[Finding]:
     """A body that multiplies its carry, also by a matrix, and adds to it, and does nothing else with it."""
     state = body.inputs.state
     does = [_done(body.jaxpr, leaf, state, new) for leaf, new in zip(state, body.jaxpr.outvars, strict=False)]
-    known = all(each is not None for each in does) and not body.hoisted.effects
+    known = all(each is not None for each in does) and not body.loop.hoisted.effects
     done = set[str]().union(*filter(None, does))
     if known and {"times", "plus"} <= done:
         how, option = (

@@ -18,7 +18,7 @@ from ... import _faster
 from ..._avals import LeafAxes, bytes_of
 from ..._errors import TreescanError
 from ..._loop.chunk import recomputes
-from ..._loop.feed import Consts
+from ..._loop.feed import Consts, one_step
 from ..._loop.loop import Arrays, Body, Loop
 from ..._options.progress.show import ShowProgress
 from ..._outputs.outputs import KeepOutputs
@@ -30,7 +30,8 @@ from ..._rows.over_rows import OverRows
 from ..._rows.skip import Skip
 from ..._trace.blame import place_of
 from ..._trace.equations import called, has_symbolic_zeros
-from ..._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
+from ..._trace.hoist import lifted, traced
+from ..._trace.smooth import is_smooth
 from ..._transforms.axes import Count, OverAxes
 from ..._transforms.call import Arguments, Call
 from ..._transforms.nest import in_rounds, ready
@@ -115,7 +116,7 @@ def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
 
 
 def _saved(body: TracedBody) -> Iterator[Saved]:
-    saved = budget.saved_of_step(body.hoisted, body.hoisted.loop.step)
+    saved = budget.saved_of_step(body.loop, body.loop.step)
     carried = saved.read.values()
     if carried:
         yield Saved("the carry", (), tuple(map(str, carried)), sum(map(bytes_of, carried)))
@@ -137,7 +138,7 @@ class TracedBody:
 
     Attributes:
         body: the body.
-        hoisted: the step, what it closes over among its consts.
+        loop: the traced loop, what the body closes over among its consts.
         carry: the leaves of the carry.
         fixed: for each of them whether no step changes it.
         x: what is scanned over.
@@ -147,7 +148,7 @@ class TracedBody:
     """
 
     body: Body
-    hoisted: Hoisted
+    loop: Loop
     carry: list[Named]
     fixed: list[bool]
     x: list[Named]
@@ -158,13 +159,13 @@ class TracedBody:
     @functools.cached_property
     def jaxpr(self) -> Any:
         """One step, on (consts, state, feed)."""
-        loop = self.hoisted.loop
+        loop = self.loop
         return jax.make_jaxpr(loop.step)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
 
     @property
     def batch(self) -> tuple[int, ...]:
         """The shape of the rows of a masked loop; () for others."""
-        valid = self.hoisted.loop.xs.valid
+        valid = self.loop.xs.valid
         return () if valid is None else valid.shape[1:]
 
     @property
@@ -175,14 +176,14 @@ class TracedBody:
             constants, carry, x, y = ((None,) * len(each) for each in named)
             return RowAxes(Consts(inner=constants), carry, x, y)
         consts, state, x, y = self.rows.axes
-        carry = merge(self.hoisted.fixed, self.rows.fixed, state)
-        constants = self.hoisted.loop.consts._replace(unchanged=()).spread(consts)
+        carry = merge(self.loop.hoisted.fixed, self.rows.fixed, state)
+        constants = self.loop.consts._replace(unchanged=()).spread(consts)
         return RowAxes(Consts(inner=constants), tuple(carry[len(carry) - len(self.carry) :]), x, y)
 
     @property
     def inputs(self) -> Arrays:
         """The inputs of the jaxpr by name."""
-        return jax.tree.unflatten(jax.tree.structure(self.hoisted.loop.arrays), self.jaxpr.invars)
+        return jax.tree.unflatten(jax.tree.structure(self.loop.arrays), self.jaxpr.invars)
 
     @property
     def constant_vars(self) -> list[Any]:
@@ -197,8 +198,8 @@ class TracedBody:
     @property
     def y_vars(self) -> list[tuple[str, Any]]:
         """The outputs of the jaxpr with their paths."""
-        outputs = self.jaxpr.outvars[len(self.hoisted.loop.state) :]
-        return [(path, var) for (path, _), var in zip(leaves_with_path("y", self.hoisted.y), outputs, strict=True)]
+        outputs = self.jaxpr.outvars[len(self.loop.state) :]
+        return [(path, var) for (path, _), var in zip(leaves_with_path("y", self.loop.hoisted.y), outputs, strict=True)]
 
 
 def trace_bodies(program: Program, outer: Arguments, given: Arguments) -> list[TracedBody]:
@@ -220,18 +221,16 @@ def trace_bodies(program: Program, outer: Arguments, given: Arguments) -> list[T
             loop, axes = transform(loop), transform.each
     if not call.others:
         return [_traced(call, loop, outer, axes[0])]
-    loops = [dataclasses.replace(trace.loop, trace=trace) for trace in traced(loop).hoisted.each]
-    each = zip(call.each, loops, outer.xs, axes, strict=True)
+    each = zip(call.each, traced(loop).turns, outer.xs, axes, strict=True)
     return [_traced(call, loop, outer._replace(xs=xs), axes) for call, loop, xs, axes in each]
 
 
 def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> TracedBody:
-    loop = traced(loop)
-    loop = lifted(loop) if loop.step is loop.hoisted.loop.step and loop.rows is None else loop
-    hoisted = loop.hoisted
+    loop = lifted(traced(loop))
+    fixed = loop.hoisted.fixed
     carry_name, x_name = call.names
     carry = leaves_with_path(carry_name, outer.init)
-    counted = len(hoisted.fixed) - len(carry)  # the index of `fori` and the position of a key lead the state
+    counted = len(fixed) - len(carry)  # the index of `fori` and the position of a key lead the state
     parts = [(x_name, outer.xs)]
     if call.convention.spread:  # of layers it is a tuple: the layer, and what else it has of its own
         stateful = call.convention.stateful
@@ -240,12 +239,12 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     scanned = [pair for name, part in parts for pair in leaves_with_path(name, part)]
     whole, sliced = split([axis is None for axis in axes or (0,) * len(scanned)], scanned)
     key: list[tuple[str, Any]] = [] if outer.key is None else [("key", outer.key)]
-    closed = hoisted.loop.consts.closed
+    closed = loop.consts.closed
     outside = zip(named_constants(call.body.function, closed), closed, strict=True)
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
     carried, fed, shared = ([Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants))
     own = () if loop.rows is None or loop.masked.all_valid else loop.masked.axes.state
-    return TracedBody(call.body, hoisted, carried, list(hoisted.fixed[counted:]), fed, shared, own, loop.rows)
+    return TracedBody(call.body, loop, carried, list(fixed[counted:]), fed, shared, own, loop.rows)
 
 
 def sharding_of(value: Any) -> str | None:
@@ -287,12 +286,12 @@ def _plan_of(program: Program, remat: Any, used: bool, given: Arguments) -> tupl
     sizes, cut = _cut_of(program, whole)
     tiers = getattr(whole.rows, "tiers", ())
     plan = Plan(remat, used, sizes, None, cut.evaluations)
-    hoisted = traced(loop).hoisted
-    if not any(map(is_smooth, (*hoisted.loop.state, *hoisted.y_avals))):
+    loop = traced(loop)
+    if not any(map(is_smooth, (*loop.state, *loop.hoisted.y_avals))):
         plan = dataclasses.replace(plan, refusal="nothing in it is floating-point")
     else:
         try:
-            plan = dataclasses.replace(plan, bytes=budget.plan_of(hoisted, whole.remat, cut).needed_bytes)
+            plan = dataclasses.replace(plan, bytes=budget.plan_of(loop, whole.remat, cut).needed_bytes)
         except budget.Uncounted as error:
             plan = dataclasses.replace(plan, refusal=error.why)
     return plan, tiers if len(tiers) > 1 else ()

@@ -29,7 +29,8 @@ from ..._options.progress.meters import Progress
 from ..._options.progress.show import check_progress
 from ..._remat.budget import RematPlan, plan_of
 from ..._remat.remat import AUTO, check_remat, check_remat_or_auto, fastest
-from ..._trace.hoist import hoist, is_smooth
+from ..._trace.hoist import hoist
+from ..._trace.smooth import is_smooth
 from ..._transforms.call import Arguments
 from ..._transforms.program import Taken, take
 from ..._types import ProgressLike, Remat, RematLike
@@ -130,9 +131,9 @@ def plan_remat(
             return RematPlan(chosen, 0, (), 0, 0, 0, 0, 0, 0)
 
         def plan(given: Arguments) -> RematPlan:
-            hoisted = hoist(call.call.lay(given))
-            picked = fastest(hoisted) if chosen == AUTO else chosen
-            found = plan_of(hoisted, None if picked == AUTO else picked)
+            loop = hoist(call.call.lay(given))
+            picked = fastest(loop) if chosen == AUTO else chosen
+            found = plan_of(loop, None if picked == AUTO else picked)
             return dataclasses.replace(found, remat=AUTO) if picked == AUTO else found
 
         with silent():

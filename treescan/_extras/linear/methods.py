@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import Array
-from ..._trace.hoist import zeros_like
+from ..._trace.smooth import zeros_like
 from ..._verbs.scan import scan
 from .step import Given, How, but, compose, factor, joined, linear_step, step
 

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from ..._avals import Array
-from ..._trace.hoist import zeros_like
 from ..._trace.rules import with_rule
+from ..._trace.smooth import zeros_like
 from ..._types import Remat
 from .methods import driven, over_steps, shifted, solve
 from .step import Given, How, but, like_step, linear_step, step

@@ -22,7 +22,8 @@ from ..._loop.feed import Feed
 from ..._loop.loop import Loop, Step
 from ..._rows.leaves import select
 from ..._trace.blame import MADE, UNSURE, Operation
-from ..._trace.hoist import Hoisted, is_smooth
+from ..._trace.smooth import is_smooth
+from ..._trace.trace import Trace
 from ..._tree import merge, thaw_static
 
 
@@ -177,10 +178,10 @@ def check_value(value: Any) -> None:
         )
 
 
-def refuse_effects(hoisted: Hoisted) -> None:
+def refuse_effects(trace: Trace) -> None:
     """Refuses bodies that cannot be run once more."""
-    if hoisted.refs or hoisted.once_only:
-        why = "closes over a mutable array (a `Ref`)" if hoisted.refs else "has an effect that JAX refuses to repeat"
+    if trace.refs or trace.once_only:
+        why = "closes over a mutable array (a `Ref`)" if trace.refs else "has an effect that JAX refuses to repeat"
         says = f"runs steps again to find out what went wrong, but the body {why}."
         raise _refused(says, "Leave it out. `jax.debug_nans` stops at the operation.")
 

@@ -25,7 +25,7 @@ from ..._body.signature import FORI
 from ..._errors import Fault, NonFiniteError, TracedMisuse, describe_body, named_options, speaking_of
 from ..._loop.loop import Loop, Result, is_jit_disabled
 from ..._rows.leaves import any_of_all, on_each_device
-from ..._trace.hoist import Hoisted, as_loop, flattened
+from ..._trace.hoist import flattened, restoring
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._transforms.call import Arguments, Call
 from ..._transforms.nest import in_whole_state
@@ -191,23 +191,23 @@ class CheckFinite(Transform):
             return loop
         refuse_devices()
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
-        hoisted, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
+        traced, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
         last = (loop.steps if loop.limit is None else loop.limit) - 1
-        for turn, trace, about in zip(loop.each, hoisted.each, self.each, strict=True):
+        for turn, own, about in zip(loop.each, traced.turns or (traced,), self.each, strict=True):
             with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
-                refuse_effects(trace)
+                refuse_effects(own.hoisted)
             given = dataclasses.replace(turn, finish=loop.finish)
-            sites.append(Site(about, given, trace, last))
-        return self._watched(loop, hoisted, sites)
+            sites.append(Site(about, given, own, last))
+        return self._watched(loop, traced, sites)
 
     def _numbered(self, loop: Loop) -> Loop:
         """The loop; the loops within its steps are told of the step if its position is known before the loop runs."""
         known = not self.about.ends_early and loop.rows is None and self.about.layers is None
         return numbered(loop, self.about.call) if known else loop
 
-    def _watched(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
+    def _watched(self, loop: Loop, traced: Loop, sites: list[Site]) -> Loop:
         """The checked loop, of its trace and of the sites of the loops that take turns."""
-        early, plain = self.about.ends_early, self._in_leaves(loop, hoisted)
+        early, plain = self.about.ends_early, self._in_leaves(loop, traced)
         heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in (GOOD, 0)[: 1 + early]]
         turns, count = list(plain.each), len(plain.state)
         last = plain.steps - 1 if plain.reverse else None
@@ -229,15 +229,15 @@ class CheckFinite(Transform):
         checked = dataclasses.replace(plain.with_turns(turns), callee=plain.callee.apart())
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
 
-    def _in_leaves(self, loop: Loop, hoisted: Hoisted) -> Loop:
+    def _in_leaves(self, loop: Loop, traced: Loop) -> Loop:
         """The loop with a list of leaves as its state."""
         if loop.rows is not None:
             return loop
         if is_jit_disabled():
             return dataclasses.replace(flattened(self._numbered(loop)), trace=None)
         if loop.turns:
-            return in_whole_state(hoisted)
-        return dataclasses.replace(as_loop(hoisted), trace=None)
+            return in_whole_state(traced)
+        return traced.having(trace=None).finished(restoring(traced))
 
 
 def delivered(result: Result, *, returned: bool) -> Any:

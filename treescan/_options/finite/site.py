@@ -34,7 +34,9 @@ from ..._rows.leaves import (
 from ..._rows.mask import Mask
 from ..._rows.told import WithKeyword
 from ..._trace.blame import Blame, becomes_bad
-from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift
+from ..._trace.hoist import hoist, lift
+from ..._trace.smooth import is_smooth
+from ..._trace.steps import Lifted
 from ..._transforms.nest import KeepUnchanged, run_nested
 from ..._tree import leaves_with_path, merge, split
 from ..resets import ResetRows, begin, begins_of
@@ -68,20 +70,20 @@ def with_heads(loop: Loop, heads: list[Array]) -> Loop:
         begins = Begins(begins.flags, [*(None for _ in heads), *begins.targets], (*none, *begins.tables))
     before = rows.unchanged
     unchanged = None if before is None else lambda: (*none, *before())
-    trace = loop.hoisted._replace(fixed=(*none, *loop.hoisted.fixed))
+    trace = dataclasses.replace(loop.hoisted, fixed=(*none, *loop.hoisted.fixed))
     axes = (*(0,) * len(heads), *rows.axes.state)
     rows = rows._replace(begins=begins, unchanged=unchanged)
     return with_axes(dataclasses.replace(loop, state=state, trace=trace, rows=rows), state=axes)
 
 
-def in_rows(loop: Loop, hoisted: Hoisted) -> Hoisted:
-    """The trace of a masked loop that `is_untraced`, with its rows where it has them."""
-    rows, fixed, begins = loop.masked, hoisted.fixed, loop.masked.begins
-    left = rows_of(hoisted, rows.axes, rows.y_axes)
+def in_rows(loop: Loop, traced: Loop) -> Loop:
+    """What `hoist` made of a masked loop that `is_untraced`, with its rows where it has them."""
+    rows, fixed, begins = loop.masked, traced.hoisted.fixed, loop.masked.begins
+    left = rows_of(traced.hoisted, rows.axes, rows.y_axes)
     if begins is not None:
         begins = Begins(begins.flags, split(fixed, begins.targets)[1], tuple(split(fixed, begins.tables)[1]))
     rows = rows._replace(axes=left.axes, fixed=left.fixed, begins=begins, unchanged=None)
-    return hoisted._replace(loop=dataclasses.replace(hoisted.loop, rows=rows))
+    return traced.having(rows=rows)
 
 
 def show_one(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> list[Array]:
@@ -165,25 +167,24 @@ class Site:
     Attributes:
         about: the words for messages about it.
         given: the loop; in the names and the structure of the user's.
-        hoisted: its trace; what the body closes over is lifted.
+        traced: the same traced, what the body closes over lifted.
         last: the position of the step that runs first, in reverse.
     """
 
     about: About
     given: Loop
-    hoisted: Hoisted
+    traced: Loop
     last: Any
 
     @property
     def fixed(self) -> tuple[bool, ...]:
         """For each leaf of the state whether no step changes it."""
-        return self.hoisted.fixed
+        return self.traced.hoisted.fixed
 
     @property
     def mesh(self) -> Any:
         """The mesh over which the arrays of the loop are spread, as far as types or the context tell; or None."""
-        loop = self.hoisted.loop
-        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves((loop.consts, loop.state, loop.xs))]
+        meshes = [jax.typeof(leaf).sharding.mesh for leaf in jax.tree.leaves(self.traced.arrays)]
         return next((mesh for mesh in (*meshes, jax.sharding.get_abstract_mesh()) if not mesh.empty), None)
 
     def once_more(self, taken: Array | None = None) -> Loop:
@@ -192,14 +193,15 @@ class Site:
         Args:
             taken: int32[*batch], how many steps each row ran, of rows that stop early; None: as many as the mask says.
         """
-        loop = self.hoisted.loop
-        (consts, state, xs), rows = jax.lax.stop_gradient((loop.consts, loop.state, loop.xs)), loop.rows
+        loop = self.traced
+        (consts, state, xs), rows = jax.lax.stop_gradient(loop.arrays), loop.rows
         if rows is not None and rows.begins is not None:
             rows = rows._replace(begins=rows.begins._replace(targets=jax.lax.stop_gradient(rows.begins.targets)))
         if rows is not None and taken is not None:
             ran = mask_of_lengths(taken, loop.length)
             xs = xs._replace(valid=ran[::-1] if loop.reverse else ran)
-        step = self.hoisted.repeatable.silenced()
+        assert isinstance(loop.step, Lifted)
+        step = loop.step.silenced()
         bare = dataclasses.replace(loop, trace=None, finish=(), wishes=(), lowering=loop.lowering.plain, runner=None)
         return dataclasses.replace(
             bare, step=step, consts=consts, state=state, xs=xs, rows=rows, callee=bare.callee.apart()
@@ -222,7 +224,7 @@ class Site:
     @property
     def structure(self) -> TreeDef:
         """Of the state that is the user's; there may be indices around it."""
-        return self.hoisted.structure if self.given.rows is None else self.given.hoisted.structure
+        return self.traced.hoisted.structure if self.given.rows is None else self.given.hoisted.structure
 
     def carry_of(self, leaves: Sequence[Any]) -> PyTree:
         """The user's carry, of the leaves of the state."""
@@ -251,17 +253,17 @@ class Site:
             whole, named = split([axis is None for axis in self.about.slices.axes], named)
         if isinstance(xs.x, WithKeyword):
             named.append("first")
-        fed, others = self.hoisted.loop.xs, {"position": "the position", "valid": "valid"}
+        fed, others = self.traced.xs, {"position": "the position", "valid": "valid"}
         return whole, [*named, *(text for field, text in others.items() if getattr(fed, field) is not None)]
 
 
-def traced_as_it_runs(loop: Loop) -> Hoisted:
-    """The trace of a loop, what its body closes over lifted. The body is traced here unless it was already."""
+def traced_as_it_runs(loop: Loop) -> Loop:
+    """The loop traced, what its body closes over lifted. The body is traced here unless it was already."""
     with jax.disable_jit(False):
         if loop.rows is None:
             return lift(hoist(loop))
         if loop.masked.unchanged is None:
-            return loop.hoisted._replace(loop=loop)
+            return loop
         return in_rows(loop, lift(hoist(loop, [not fixed for fixed in loop.masked.unchanged()])))
 
 
@@ -498,7 +500,7 @@ def case_of(site: Site, told: Told) -> Case:
         tuple(told.names),
         site.names_of_state(),
         site.fixed,
-        site.row_axes(site.hoisted.loop.rows),
+        site.row_axes(site.traced.rows),
         tuple(jax.tree.leaves(carry)),
         jax.tree.structure(carry),
         site.given.names[0],
