@@ -257,7 +257,7 @@ OPTIONS = {
     "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 4),
     "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3),
     "compact": Option(
-        plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), (3, 6), traces=3
+        plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), (1, 4), traces=3
     ),
     "resets": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, resets=RESETS), 4),
     "resets_alone": Option(plain, over(treescan.mask_scan, resets=RESETS, reverse=True), 2),

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 from .._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf, describe_node, dtype_of, shape_of
 from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
 from .._flax import holds, module_classes, variable_classes
-from .._loop.feed import Feed, Keyword
+from .._loop.feed import Consts, Feed, Keyword
 from .._loop.loop import Body, wrapped_parameters
 from .._loop.run import keeps_named_pairs
 from .._tree import holds_arrays, is_static, leaves_with_path, same_structure, thaw_static
@@ -123,7 +123,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class CallBody:
-    """The step that calls the body. Its consts are the values that all steps share, or None.
+    """The step that calls the body. Its `Consts.inner` are the values that all steps share, or None.
 
     Attributes:
         body: the body.
@@ -141,10 +141,11 @@ class CallBody:
     frozen: bool = False
     custom: tuple[type, ...] = ()
 
-    def __call__(self, consts: Shared | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+    def __call__(self, consts: Consts | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         """The next carry and y, in the container of the pair where the body chose another than a tuple."""
         convention, thaw = self.convention, thaw_static if self.frozen else _unchanged
-        key, args, offset = Shared() if consts is None else consts
+        shared: Shared | None = None if consts is None else consts.inner
+        key, args, offset = shared or Shared()
         keywords: dict[str, Any] = {}
         if key is not None and feed.position is not None:
             position = feed.position if offset is None else offset + feed.position

@@ -23,7 +23,7 @@ from .._avals import Array, stacked_type, vary_over, varying_axes
 from .._loop.loop import Arrays, Loop
 from .._outputs.outputs import emitting, is_thinned, run_keeping
 from .._remat.checkpoint import is_remat3
-from .._rows.axes import Rows, without_arrays
+from .._rows.axes import Rows
 from .._rows.mask import without_good
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
@@ -65,7 +65,7 @@ class InPlace:
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
         # The rule may not hold tracers.
-        trace, rows, keeps, size = loop.hoisted, without_arrays(loop.masked), loop.keeps or (), levels[0].size
+        trace, rows, keeps, size = loop.hoisted, loop.masked, loop.keeps or (), levels[0].size
         whole = stacked.plan
         emits = whole.having(step=emitting(whole.step, keeps))
         outputs = functools.partial(_outputs, trace, rows, keeps, loop.length)

@@ -51,9 +51,14 @@ class Consts(NamedTuple):
     def spread(self, told: Consts) -> tuple[Any, ...]:
         """For each leaf what is told of it, in these same places, where a place has one item a leaf; else None."""
         parts = [*((value, slot.of(told)) for slot, value in slots_of(self)), *zip(self[1:], told[1:], strict=True)]
-        return tuple(
-            itertools.chain.from_iterable(known or (None,) * len(jax.tree.leaves(part)) for part, known in parts)
-        )
+        return tuple(itertools.chain.from_iterable(itertools.starmap(spread, parts)))
+
+
+def spread(part: PyTree, told: Any) -> tuple[Any, ...]:
+    """For each leaf of a part of the consts what is told of it: one item a leaf, a record of such, or None."""
+    if isinstance(part, Consts) and isinstance(told, Consts):  # those of before the trace
+        return part.spread(told)
+    return tuple(told) if told else (None,) * len(jax.tree.leaves(part))
 
 
 class Slot(Generic[T]):

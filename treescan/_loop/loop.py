@@ -25,7 +25,7 @@ from .replaced import replacement
 
 if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
     from .._body.call import CallBody
-    from .._rows.axes import Rows
+    from .._rows.axes import Rows, Segments
     from .._trace.trace import Trace
     from .._transforms.call import Arguments
     from .._types import Remat
@@ -403,7 +403,7 @@ class Plan:
         return other
 
     def apart(self) -> Self:
-        """The same with a memo of its own: for a step that holds a trace."""
+        """The plan with a memo of its own: for a step that holds a trace."""
         return self.having(callee=self.callee.apart())
 
 
@@ -421,6 +421,7 @@ class Loop(Plan):
         wishes: the chunks that transforms ask for, and what they put around them; see `plan.plan`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
         rows: where the rows of a masked scan are.
+        segments: where its segments begin; None: it has none.
         runner: what runs the loop in place of `nest.run_levels`.
         turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
             `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
@@ -437,6 +438,7 @@ class Loop(Plan):
     wishes: tuple[Wish, ...] = ()
     keeps: tuple[int | None, ...] | None = None
     rows: Rows | None = None
+    segments: Segments | None = None
     runner: Runner | None = None
     turns: tuple[Loop, ...] = ()
     finish: tuple[Finish, ...] = ()
@@ -472,7 +474,7 @@ class Loop(Plan):
     @property
     def each(self) -> tuple[Loop, ...]:
         """The loops that take turns, with the state of this one. A loop without turns is its own."""
-        return tuple(dataclasses.replace(turn, state=self.state) for turn in self.turns) or (self,)
+        return tuple(turn.having(state=self.state) for turn in self.turns) or (self,)
 
     @property
     def steps(self) -> int:
@@ -491,7 +493,7 @@ class Loop(Plan):
 
     def with_turns(self, turns: Sequence[Loop]) -> Loop:
         """The loop with others in the places of those in `each`. They have the same state."""
-        return dataclasses.replace(self, turns=tuple(turns), state=turns[0].state) if self.turns else turns[0]
+        return self.having(turns=tuple(turns), state=turns[0].state) if self.turns else turns[0]
 
     def finished(
         self,
@@ -529,5 +531,5 @@ def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:
     if len(loops) == 1:
         return loops[0]
     callee = dataclasses.replace(loops[0].callee, memo=memo or Memo())
-    bare = dataclasses.replace(loops[0], callee=callee, consts=None, xs=Feed(None), length=loops[-1].length)
-    return dataclasses.replace(bare, turns=tuple(loops))
+    bare = loops[0].having(callee=callee, consts=None, xs=Feed(None), length=loops[-1].length)
+    return bare.having(turns=tuple(loops))

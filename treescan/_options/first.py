@@ -8,7 +8,7 @@ from .._avals import Array
 from .._errors import Misuse
 from .._loop.feed import Keyword, Slot
 from .._loop.loop import Loop
-from .._rows.axes import told
+from .._rows.axes import flags_given
 from .._rows.leaves import first_valid
 from .._rows.spans import numbers_of, refuse_split_rows, turns
 from .resets import beginnings
@@ -24,7 +24,7 @@ def first_steps(loop: Loop, resets: Array | None) -> Array:
     Raises:
         Fault: for an `ArgumentError` if the loop is a part of a longer run, and another part decides it.
     """
-    valid, given = loop.xs.valid, told(loop)
+    valid, given = loop.xs.valid, flags_given(loop)
     if loop.offset is not None and (given.mask is not None or loop.reverse):
         raise Misuse(
             "{call}: the body takes `first`, and the loop is a part of a longer run. Whether a row has taken a step "

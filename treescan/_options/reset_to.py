@@ -28,7 +28,7 @@ from .._avals import (
 from .._body.carry import agree
 from .._errors import Fault, Misuse, Row, noted
 from .._loop.loop import Loop
-from .._rows.axes import RowFlags, spread_carry_axes
+from .._rows.axes import RowFlags, flags_given, spread_carry_axes
 from .._rows.checks import batch_of
 from .._transforms.axes import spread_prefix
 from .._tree import Prefix, is_static, leaves_with_path, path_str
@@ -205,7 +205,7 @@ def check_settled(loop: Loop, values: list[Any]) -> None:
         if value is not None and not _casts(dtype_of(value), dtype_of(leaf))
     ]
     if rows:
-        name = "`reset_to`" if loop.masked.given.inits is None else "the `init` of the `Packed`"
+        name = "`reset_to`" if flags_given(loop).inits is None else "the `init` of the `Packed`"
         raise Misuse(
             f"{{call}}: {name} does not fit {loop.names[0]}.",
             "The init is weakly typed there, as Python scalars are, and takes on the type that the step returns. Give "

@@ -5,7 +5,6 @@ A row starts again where a segment begins, from its init or from `reset_to`.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from .._avals import (
 from .._errors import Misuse
 from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step
-from .._rows.axes import Begins, with_axes
+from .._rows.axes import Begins, flags_given, with_axes
 from .._rows.leaves import expand, first_valid, pick_steps, select
 from .._rows.spans import Spans, at_rows, numbers_of, refuse_split_rows, turns
 from .._transforms.call import Arguments, Call
@@ -103,7 +102,7 @@ class EndsOfSequences(Transform):
     stage: ClassVar[Stage] = Stage.ENDED
 
     def __call__(self, loop: Loop) -> Loop:
-        spans, valid, axes = loop.masked.given.spans, loop.xs.valid, loop.masked.axes.state
+        spans, valid, axes = flags_given(loop).spans, loop.xs.valid, loop.masked.axes.state
         if spans is None:
             return loop
         refuse_split_rows(spans, valid)
@@ -115,8 +114,7 @@ class EndsOfSequences(Transform):
         numbers = numbers_of(spans, valid.shape)
         ending = select(turns(numbers, valid, later=not loop.reverse), numbers, jnp.zeros_like(numbers))
         step = KeepEnds(loop.step, kept, held, spans[0].shape[0])
-        loop = dataclasses.replace(
-            loop,
+        loop = loop.having(
             step=step,
             state=_join(starts, loop.state, held=held),
             xs=END.put(loop.xs, ending),
@@ -136,7 +134,8 @@ class EndsOfSequences(Transform):
 def _start(loop: Loop, number: int, leaf: Array, axis: int | None, spans: Spans) -> Array:
     """The initial ends of a leaf: the values that the sequences begin from. Sequences of 0 steps end with these."""
     assert axis is not None
-    begins, of_state = loop.masked.begins, number - len(loop.masked.outputs.lasts)
+    begins = None if loop.segments is None else loop.segments.begins
+    of_state = number - len(loop.masked.outputs.lasts)
     target = None if begins is None or of_state < 0 else begins.targets[of_state]
     target = leaf if target is None else target
     if begins is not None and of_state >= 0 and begins.tables[of_state]:
@@ -213,23 +212,24 @@ class BeginSegments(Transform):
             flags = pick_steps(begins.flags, first, 0)
             flags = flags & have if flags.dtype == jnp.bool_ else select(have, flags, jnp.zeros_like(flags))
             state = begin(flags, state, begins.targets, axes, begins.tables)
-        return dataclasses.replace(loop, state=state, rows=loop.masked._replace(begins=begins))
+        assert loop.segments is not None
+        return loop.having(state=state, segments=loop.segments._replace(begins=begins))
 
     def _begins(self, loop: Loop) -> Begins:
-        rows, valid = loop.masked, loop.xs.valid
+        rows, valid, given = loop.masked, loop.xs.valid, flags_given(loop)
         varying = varying_axes(jax.typeof(valid))
-        given = rows.given.to if rows.given.inits is None else rows.given.inits
-        own = [value for value, is_fixed in zip(given, rows.was_fixed, strict=True) if not is_fixed]
+        values = given.to if given.inits is None else given.inits
+        own = [value for value, is_fixed in zip(values, rows.was_fixed, strict=True) if not is_fixed]
         check_settled(loop, own)
-        tables = tuple(rows.given.inits is not None and value is not None for value in own)
+        tables = tuple(given.inits is not None and value is not None for value in own)
         targets = [
             None if axis is None else leaf if value is None else vary_over(value, varying)
             for leaf, value, axis in zip(loop.state, own, rows.axes.state, strict=True)
         ]
         flags = flags_of(loop, reverse=loop.reverse)
-        if rows.given.inits is not None:
-            assert rows.given.spans is not None
-            numbers = numbers_of(rows.given.spans, valid.shape)
+        if given.inits is not None:
+            assert given.spans is not None
+            numbers = numbers_of(given.spans, valid.shape)
             flags = select(flags, numbers, jnp.zeros_like(numbers))
         return Begins(flags, targets, tables)
 
@@ -260,13 +260,12 @@ class ResetRows(Transform):
             )
 
     def __call__(self, loop: Loop) -> Loop:
-        if loop.masked.resets is None:
+        if loop.segments is None:
             return loop
         axes, begins = loop.masked.axes, begins_of(loop, loop.state)
         pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
         own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
-        loop = dataclasses.replace(
-            loop,
+        loop = loop.having(
             step=Reset(loop.step, axes.state, begins.tables),
             consts=BEGINS_FROM.put(loop.consts, begins.targets),
             xs=RESET.put(loop.xs, begins.flags),
@@ -276,8 +275,8 @@ class ResetRows(Transform):
 
 def begins_of(loop: Loop, state: list[Array]) -> Begins:
     """What segments begin from, in the leaves of a state: what was said, or that state."""
-    if loop.masked.begins is not None:
-        return loop.masked.begins
+    if loop.segments is not None and loop.segments.begins is not None:
+        return loop.segments.begins
     inits = [leaf if axis is not None else None for leaf, axis in zip(state, loop.masked.axes.state, strict=True)]
     return Begins(flags_of(loop, reverse=loop.reverse), inits, (False,) * len(inits))
 
@@ -287,12 +286,12 @@ def flags_of(loop: Loop, *, reverse: bool) -> Array:
 
     For a `Packed`, also sequences whose first step is not valid begin there.
     """
-    rows, valid = loop.masked, loop.xs.valid
-    assert rows.resets is not None
-    if rows.all_valid:
+    assert loop.segments is not None
+    resets = loop.segments.resets
+    if loop.masked.all_valid:
         # In reverse, a segment begins one step before each flag, in time.
-        return jnp.concatenate([rows.resets[1:], jnp.zeros_like(rows.resets[:1])]) if reverse else rows.resets
-    return begins_at(rows.resets, valid, rows.given.spans, reverse=reverse)
+        return jnp.concatenate([resets[1:], jnp.zeros_like(resets[:1])]) if reverse else resets
+    return begins_at(resets, loop.xs.valid, flags_given(loop).spans, reverse=reverse)
 
 
 def begins_at(resets: Array, valid: Array, spans: Spans | None, *, reverse: bool) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -125,7 +124,7 @@ def truncate(loop: Loop, size: int, fixed: tuple[bool, ...]) -> Loop:
     else:
         cut = (position % size == 0) & (position > 0)
     step = Truncated(loop.step, (0,) * len(loop.state), fixed)
-    return dataclasses.replace(loop, step=step, xs=CUT.put(loop.xs, cut))
+    return loop.having(step=step, xs=CUT.put(loop.xs, cut))
 
 
 def truncate_rows(loop: Loop, size: int) -> Loop:
@@ -136,13 +135,13 @@ def truncate_rows(loop: Loop, size: int) -> Loop:
     """
     valid, unchanged, axes, ran = loop.xs.valid, loop.masked.unchanged, loop.masked.axes.state, loop.offset
     # Where segments begin in time; that of a row's first may be left out.
-    begins = None if loop.masked.resets is None else flags_of(loop, reverse=False)
+    begins = None if loop.segments is None else flags_of(loop, reverse=False)
     cut = _cuts(valid, begins, size, ran, reverse=loop.reverse)
     shared = None
     if None in axes:
         shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, ran, reverse=loop.reverse)
     step = Truncated(loop.step, axes, _left_unchanged(loop) if unchanged is None else unchanged())
-    return dataclasses.replace(loop, step=step, xs=CUT_SHARED.put(CUT.put(loop.xs, cut), shared))
+    return loop.having(step=step, xs=CUT_SHARED.put(CUT.put(loop.xs, cut), shared))
 
 
 def _cuts(valid: Array, begins: Array | None, size: int, ran: Array | None, *, reverse: bool) -> Array:

@@ -53,8 +53,8 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
     typed = loop
     if not loop.length:
         one_zero = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), loop.xs)
-        typed = dataclasses.replace(loop, xs=one_zero)
-    typed = dataclasses.replace(typed, state=as_arrays(loop.state))
+        typed = loop.having(xs=one_zero)
+    typed = typed.having(state=as_arrays(loop.state))
     with jax.disable_jit(False):
         hoisted = hoist(typed)
     trace = hoisted.hoisted
@@ -200,7 +200,7 @@ class ComputeOnce(Transform):
         rest = parted.loop
         if again is not None:
             shared = loop.consts._replace(args=(*loop.consts.args[:-1], again))
-            rest = self._over_axes(dataclasses.replace(loop, consts=shared))
+            rest = self._over_axes(loop.having(consts=shared))
             rest = dataclasses.replace(rest, step=DroppingOnce(rest.step, self.wanted))
         return rest.finished(notes=lambda result: {"once": parted.once})
 

@@ -64,7 +64,7 @@ class KeepOutputs(Transform):
             refuse_symbolic(loop.length, "save")
             if loop.hoisted.refs:
                 refuse_with_refs("save")
-        loop = dataclasses.replace(loop, keeps=keeps)
+        loop = loop.having(keeps=keeps)
         return loop.finished(ys=lambda result: without_dropped(kept_leaves(result.ys, keeps), structure, save))
 
 

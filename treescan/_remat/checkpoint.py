@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -382,7 +381,7 @@ def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:
     for i, (turn, plan) in enumerate(zip(turns, plans, strict=True)):
         if plan is not None:
             step = checkpoint_step(turn.step, plan, looped=looped, trace=turn.trace)
-            turns[i] = dataclasses.replace(turn, step=step)
+            turns[i] = turn.having(step=step)
     return loop.with_turns(turns)
 
 

@@ -131,7 +131,7 @@ class Recompute(Transform):
         plans = remat if isinstance(remat, tuple) else (remat,) * len(loop.each)
         warn_of_unknown_names(plans, loop.each)
         if isinstance(remat, tuple):
-            return dataclasses.replace(checkpoint_steps(loop, *plans), remat=remat)
+            return checkpoint_steps(loop, *plans).having(remat=remat)
         plan = fit_budget(loop, remat)
         return loop if plan is None else _recompute(loop, plan)
 
@@ -142,7 +142,7 @@ class Recompute(Transform):
         refuse_offload(self.remat)
         if not is_untraced(loop):
             warn_of_unknown_names([self.remat], [loop])
-        return dataclasses.replace(loop, remat=self.remat)
+        return loop.having(remat=self.remat)
 
 
 def fastest(loop: Loop) -> Remat | Auto | None:
@@ -172,7 +172,7 @@ def choose_fastest(loop: Loop) -> Loop:
     if remat is None:
         return loop
     wish = Wish.around(chunk_size(loop.length), _faster.at_once)
-    return dataclasses.replace(_faster.ready_for_chunks(loop), wishes=(*loop.wishes, wish))
+    return _faster.ready_for_chunks(loop).having(wishes=(*loop.wishes, wish))
 
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:
@@ -190,7 +190,7 @@ def _recompute(loop: Loop, remat: Remat) -> Loop:
     loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
     related = any(relates(turn.hoisted.jaxpr) for turn in loop.each)
     wishes = remat_wishes(loop.length, remat, _faster.products_at_once if at_once else None, related=related)
-    return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
+    return loop.having(remat=remat, wishes=(*loop.wishes, *wishes))
 
 
 def remat_wishes(

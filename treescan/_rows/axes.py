@@ -36,6 +36,10 @@ class RowAxes(NamedTuple):
     y: LeafAxes
 
 
+Spans = tuple[Array, Array, Array]
+"""The row, the first step and the number of steps of each sequence, int32[N]."""
+
+
 class RowFlags(NamedTuple):
     """Which steps of which rows are data, and which begin a segment.
 
@@ -54,7 +58,7 @@ class RowFlags(NamedTuple):
     mask: Any = None
     resets: Any = None
     to: Any = None
-    spans: tuple[Array, Array, Array] | None = None
+    spans: Spans | None = None
     inits: Any = None
 
 
@@ -74,20 +78,30 @@ class Begins(NamedTuple):
     tables: tuple[bool, ...]
 
 
+class Segments(NamedTuple):
+    """The segments of a masked loop.
+
+    Attributes:
+        resets: bool[T, *batch], where a segment begins.
+        begins: where segments begin, and from what; None: from `init`, where `resets` are set.
+    """
+
+    resets: Array
+    begins: Begins | None = None
+
+
 class Rows(NamedTuple):
-    """The rows of a masked loop, whose xs hold the mask.
+    """Where the rows of a masked loop are, whose xs hold the mask. It holds no array, so rules may hold it.
 
     Attributes:
         axes: where they are in each leaf.
         y_axes: a prefix of y: where the batch shape starts; None: y has no rows.
         fixed: the same for the leaves that no step changes.
-        resets: bool[T, *batch], where a segment begins; None: nowhere.
-        unchanged: for each leaf of the state whether no step changes it; None: those have left the state.
+        unchanged: for each leaf of the state whether no step changes it; None: those have left the state, as they do
+            unless a loop `is_untraced`.
         outputs: what is kept of ys; see `keep_rows.RowOutputs`.
         all_valid: whether every step of every row is known to be data: there are resets alone.
-        given: what the verb was told of them.
         was_fixed: for each leaf of the user's state whether it left the state, as no step changes it.
-        begins: where segments begin, and from what; None: from `init`, where `resets` are set.
         tiers: the numbers of rows that the body was traced for; one where rows are not ordered.
         own_values: whether padded rows see their own values where nothing is differentiated.
     """
@@ -95,26 +109,18 @@ class Rows(NamedTuple):
     axes: RowAxes
     y_axes: Prefix
     fixed: LeafAxes = ()
-    resets: Array | None = None
     unchanged: Callable[[], tuple[bool, ...]] | None = None
     outputs: Any = None
     all_valid: bool = False
-    given: RowFlags = RowFlags()
     was_fixed: tuple[bool, ...] = ()
-    begins: Begins | None = None
     tiers: tuple[int, ...] = (0,)
     own_values: bool = False
 
 
-def told(loop: Loop) -> RowFlags:
-    """What the verb was told of the rows of a loop."""
+def flags_given(loop: Loop) -> RowFlags:
+    """What the verb was given that says which steps of which rows are data."""
     assert loop.given is not None and loop.given.rows is not None
     return loop.given.rows
-
-
-def without_arrays(rows: Rows) -> Rows:
-    """Where the rows are, without arrays, because rules for derivatives must not contain tracers."""
-    return rows._replace(resets=None, begins=None, given=RowFlags())
 
 
 def with_axes(loop: Loop, **axes: Any) -> Loop:

@@ -16,7 +16,7 @@ from .._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary
 from .._cpu import writes
 from .._cpu.rows import gather_rows
 from .._errors import BodyFault, Fault, Misuse, TreescanError
-from .._loop.feed import Feed, one_step, slots_of
+from .._loop.feed import Feed, one_step, slots_of, spread
 from .._loop.loop import Loop, Step
 from .._trace.equations import equations_within, jaxprs_within
 from .._trace.hoist import trace_also, whole_state
@@ -164,8 +164,9 @@ def trace_tiers(traced: Loop, loop: Loop, axes: RowAxes, tiers: tuple[int, ...])
         axes: where its rows are.
         tiers: the numbers of rows.
     """
+    before = axes._replace(consts=axes.consts.inner)
     for tier in tiers[:-1]:
-        given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, whole_state(traced), loop.xs)
+        given = jax.eval_shape(functools.partial(_first_rows, before, tier), loop.consts, whole_state(traced), loop.xs)
         consts, state, feed = given
         y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(traced.hoisted.y), axes.y, strict=True)]
         try:
@@ -206,8 +207,8 @@ def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
 
 def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Any, Any, Any]:
     rows = jnp.arange(count)
-    of_inner = axes.consts.inner
-    return take_rows(consts, of_inner, rows), take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
+    consts = take_rows(consts, spread(consts, axes.consts), rows)
+    return consts, take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
 
 
 def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:

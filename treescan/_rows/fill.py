@@ -42,7 +42,7 @@ from .._transforms.axes import spread_prefix
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, leaves_with_path, map_leaves
-from .axes import OF_Y, spread_batch_axes, with_axes
+from .axes import OF_Y, flags_given, spread_batch_axes, with_axes
 from .leaves import mask_of_lengths, pick_steps, select_valid
 
 HOLD = "hold"
@@ -304,7 +304,7 @@ class KeepRows(Transform):
             valid = ran[::-1] if loop.reverse else ran
         y_axes = spread_batch_axes(OF_Y, loop.masked.y_axes, one_of(ys), "y", valid.shape[1:])
         if loop.length:
-            end = slice(None) if loop.masked.given.spans else slice(1) if loop.reverse else slice(-1, None)
+            end = slice(None) if flags_given(loop).spans else slice(1) if loop.reverse else slice(-1, None)
             held = [
                 end if keep == LAST else slice(None) if fill == HOLD else None
                 for keep, fill in zip(keeps, fills, strict=True)
@@ -314,7 +314,7 @@ class KeepRows(Transform):
             leaves = jax.tree.leaves(ys)
             wide = [jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(starts, leaves, strict=True)]
             ys = map_leaves(lambda y, leaf, keep: leaf if keep == LAST else y, ys, wide, keeps)
-        if loop.masked.given.spans is not None:
+        if flags_given(loop).spans is not None:
             ys = _of_sequences(
                 loop, ys, [axis if keep == LAST else None for axis, keep in zip(y_axes, keeps, strict=True)], starts
             )
@@ -325,7 +325,7 @@ def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Se
     """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
     from .spans import are_valid, ends_of
 
-    spans = loop.masked.given.spans
+    spans = flags_given(loop).spans
     assert spans is not None
     some = are_valid(spans, loop.xs.valid)
 

@@ -25,7 +25,7 @@ from .._loop.loop import Loop, Step, is_untraced
 from .._remat.checkpoint import decides
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
-from .axes import OF_Y, RowAxes, spread_batch_axes, with_axes
+from .axes import OF_Y, RowAxes, flags_given, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .leaves import (
     RowMask,
@@ -284,7 +284,7 @@ class Mask(Transform):
         if loop.masked.all_valid:
             return loop
         fill = without_hold(self.fill) if is_untraced(loop) else self.fill
-        return mask(loop, fill, lengths=loop.masked.given.lengths)
+        return mask(loop, fill, lengths=flags_given(loop).lengths)
 
 
 def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:

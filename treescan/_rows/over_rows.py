@@ -18,7 +18,7 @@ from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.equations import is_for_data_alone, variables_of
 from .._trace.hoist import fixed_leaves, flatten_only, hoist, hoist_once, lift, settled
 from .._trace.trace import Trace
-from .._transforms.axes import scan_over_axes
+from .._transforms.axes import WHOLE, scan_over_axes
 from .._transforms.refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix
@@ -26,12 +26,13 @@ from .axes import (
     OF_Y,
     RowAxes,
     RowFlags,
-    Rows,
+    Segments,
+    Spans,
+    flags_given,
     rows_of,
     rows_of_x,
     spread_batch_axes,
     spread_carry_axes,
-    told,
 )
 from .checks import check_slots, leads
 from .leaves import lend_rows, mask_of_lengths, without_false_alarms
@@ -62,7 +63,7 @@ class OverRows(Transform):
 
     def __call__(self, loop: Loop, known: dict[Hashable, Loop] | None = None) -> Loop:
         """The transformed loop; `known` has traces of bodies that may be of its kind, and then its own."""
-        given = told(loop)
+        given = flags_given(loop)
         valid, resets = self._flags(given, loop.length)
         all_valid, changing = given[:2] == (None, None), _changing(given)
         call = loop.callee.call
@@ -84,7 +85,10 @@ class OverRows(Transform):
             if checks_key_reuse():
                 from .._trace.raw_keys import raw, with_raw_keys
 
-                loop, given = with_raw_keys(loop), given._replace(to=raw(given.to), inits=raw(given.inits))
+                given = given._replace(to=raw(given.to), inits=raw(given.inits))
+                loop = with_raw_keys(loop)
+                assert loop.given is not None
+                loop = loop.having(given=loop.given._replace(rows=given))
             before, loop = loop, hoist(loop, changing) if known is None else hoist_once(loop, known, changing)
             trace = loop.hoisted
             if loop.limit is not None:
@@ -98,11 +102,11 @@ class OverRows(Transform):
                 trace_tiers(loop, before, axes, tiers)
             loop = lift(loop)
         trace, unchanging = loop.hoisted, loop.consts.unchanged
-        rows = rows_of(trace, axes, y_axes)._replace(
-            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=trace.fixed
-        )
+        rows = rows_of(trace, axes, y_axes)._replace(unchanged=unchanged, all_valid=all_valid, was_fixed=trace.fixed)
         rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(trace, rows.axes))
-        return loop.having(rows=rows).finished(lambda state: _restored(trace, rows, unchanging, state))
+        segments = None if resets is None else Segments(resets)
+        loop = loop.having(rows=rows, segments=segments)
+        return loop.finished(lambda state: _restored(trace, rows.fixed, given.spans, unchanging, state))
 
     def _tiers(self, loop: Loop, valid: Array) -> tuple[int, ...]:
         """The numbers of rows that the body is traced for."""
@@ -137,12 +141,11 @@ class OverRows(Transform):
         loop = loop.having(state=state, xs=loop.xs._replace(valid=valid))
         if self.in_axes is not None:
             loop = scan_over_axes(loop, self.in_axes)
-        if whole_axes:
-            whole, inner = loop.consts
-            whole = lend_rows(whole, whole_axes, valid) if lends else whole
-            loop = loop.having(consts=(whole, inner))
-        others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
-        return loop, RowAxes(Consts(inner=(*whole_axes, *(None,) * others)), carry_axes, x_axes, ())
+        if whole_axes and lends:
+            whole = lend_rows(WHOLE.read(loop.consts), whole_axes, valid)
+            loop = loop.having(consts=WHOLE.put(loop.consts, list(whole)))
+        axes = Consts(inner=WHOLE.note(Consts(), whole_axes) if whole_axes else None)  # of the loop once it is traced
+        return loop, RowAxes(axes, carry_axes, x_axes, ())
 
     def _axes(self, loop: Loop, batch: tuple[int, ...], in_axes: LeafAxes | None) -> tuple[LeafAxes, ...]:
         """Where the rows of a batch are: in the carry, in what is sliced of x, and in what is given whole."""
@@ -157,7 +160,7 @@ class OverRows(Transform):
 
         A mask may have a last axis of 1, as it is multiplied with features. The batch may lead in the data.
         """
-        flags, leaves, other, found = told(loop), jax.tree.leaves(loop.xs.x), 1 - self.time_axis, list[str]()
+        flags, leaves, other, found = flags_given(loop), jax.tree.leaves(loop.xs.x), 1 - self.time_axis, list[str]()
         has_last = len(batch) > 1 and batch[-1] == 1 and loop.limit is None
         may_turn = bool(leaves) and set(self.in_axes or (0,)) == {self.time_axis} and flags.spans is None
         for cuts, turns in ((True, False), (False, True), (True, True)):
@@ -215,13 +218,14 @@ def _see_own_values(trace: Trace, axes: RowAxes) -> bool:
     return not (may_meet or is_for_data_alone(jaxpr) or trace.effects or trace.reverse_rule or debugs_nans())
 
 
-def _restored(trace: Trace, rows: Rows, unchanged: Sequence[Array], state: list[Array]) -> PyTree:
+def _restored(
+    trace: Trace, axes: LeafAxes, spans: Spans | None, unchanged: Sequence[Array], state: list[Array]
+) -> PyTree:
     """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
-    spans = rows.given.spans
-    if spans is not None and rows.fixed:
+    if spans is not None and axes:
         from .spans import at_rows
 
-        unchanged = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
+        unchanged = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, axes, strict=True)]
     return trace.restore(unchanged, state)
 
 

@@ -25,7 +25,7 @@ from .._remat.checkpoint import Checkpointed, checkpoint, chooses, policy_of_chu
 from .._trace.rewriting import is_rewriting
 from .._transforms.refuse import refuse_symbolic, refuse_with_refs
 from .._transforms.transform import Stage, Transform
-from .axes import RowAxes
+from .axes import RowAxes, flags_given
 from .fill import Idle
 from .leaves import ORDER, SCHEDULE, make_schedule, may_branch, schedule_of_lengths
 
@@ -246,7 +246,7 @@ class ScheduleChunks:
         rules = self.rules and loop.hoisted.products
         recomputed, only = loop.remat is not None, size == loop.length
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
-        lengths = rows.given.lengths if len(self.tiers) == 1 and isinstance(loop.length, int) else None
+        lengths = flags_given(loop).lengths if len(self.tiers) == 1 and isinstance(loop.length, int) else None
         if lengths is None:
             schedule = make_schedule(valid, size, self.tiers)
         else:

@@ -16,10 +16,8 @@ from .._avals import (
     varying_axes,
 )
 from .._errors import Misuse
+from .axes import Spans
 from .leaves import may_branch
-
-Spans = tuple[Array, Array, Array]
-"""The row, the first step and the number of steps of each sequence, int32[N]."""
 
 
 def refuse_split_rows(spans: Spans, valid: Array) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -45,7 +44,7 @@ class CarryStates(Transform):
             told = numbers[: turn.length] if place == (len(turns) - 1 if loop.reverse else 0) else None
             xs = turn.xs._replace(x=(told, leaves[:first]))
             step = CarryState(turn.step, structure, place)
-            carried.append(dataclasses.replace(turn, step=step, state=state, xs=xs, trace=None))
+            carried.append(turn.having(step=step, state=state, xs=xs, trace=None))
 
         def with_states(result: Result) -> PyTree:
             ys = result.ys if loop.turns else [result.ys]

@@ -7,7 +7,6 @@ and the checker sees what the body does with them.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ def with_raw_keys(loop: Loop) -> Loop:
     turns, of_state = list[Loop](), impls_of(loop.state)
     for turn, given in zip(loop.each, trees, strict=True):
         step, (consts, state, xs) = _WithKeys(turn.step, *map(impls_of, given)), map(raw, given)
-        turns.append(dataclasses.replace(turn, step=step, consts=consts, state=state, xs=xs))
+        turns.append(turn.having(step=step, consts=consts, state=state, xs=xs))
     return loop.with_turns(turns).finished(lambda state: keys_of(state, of_state))
 
 

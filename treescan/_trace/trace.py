@@ -91,7 +91,7 @@ class Trace:
     programs: tuple[Any, ...] = ()
 
     def around(self, jaxpr: Any) -> Trace:
-        """The same with what an option has put around the step, which is now this jaxpr."""
+        """The trace with what an option has put around the step, which is now this jaxpr."""
         return dataclasses.replace(self, axes=self.axes | named_axes(jaxpr), programs=(*self.programs, jaxpr.jaxpr))
 
     @functools.cached_property
@@ -110,7 +110,7 @@ class Trace:
 
     @property
     def once_only_in_silence(self) -> bool:
-        """The same, if the callbacks that return nothing are left out the second time."""
+        """Whether there is something like that beside the callbacks that return nothing."""
         return self.effects and any(not _effects_of(silenced(jaxpr)) <= _REPEATED for jaxpr in self.programs)
 
     @functools.cached_property

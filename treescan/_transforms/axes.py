@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -13,28 +12,31 @@ import jax.tree_util as jtu
 
 from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef, describe_leaf, exact_int, shape_of
 from .._errors import ArgumentError, Fault, Misuse, Row, TreescanError, TypeMisuse, expect
-from .._loop.feed import Feed
+from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step
 from .._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, map_leaves, merge, path_str, split
 from .._types import Axes
 from .transform import Stage, Transform
+
+WHOLE: Slot[list[Any]] = Slot("whole")
+"""The leaves of xs that every step is given whole."""
 
 
 @dataclass(frozen=True)
 class MergeWhole:
     """The step that merges the leaves without an axis into the slices of a step.
 
-    Its consts are (whole leaves, the inner step's consts); its x is the list of sliced leaves.
+    Its x is the list of sliced leaves.
     """
 
     step: Step
     axes: LeafAxes
     structure: TreeDef
 
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        whole, inner = consts
+    def __call__(self, consts: Consts, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        whole, consts = WHOLE.take(consts)
         leaves = merge([axis is None for axis in self.axes], whole, feed.x)
-        return self.step(inner, state, feed._replace(x=jtu.tree_unflatten(self.structure, leaves)))
+        return self.step(consts, state, feed._replace(x=jtu.tree_unflatten(self.structure, leaves)))
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,11 @@ def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:
         leaf if axis in (0, None) else jnp.moveaxis(leaf, axis, 0) for leaf, axis in zip(leaves, axes, strict=True)
     ]
     if None not in axes:
-        return dataclasses.replace(loop, xs=loop.xs._replace(x=jax.tree.unflatten(structure, moved)))
+        return loop.having(xs=loop.xs._replace(x=jax.tree.unflatten(structure, moved)))
     whole, sliced = split([axis is None for axis in axes], moved)
-    return dataclasses.replace(
-        loop,
+    return loop.having(
         step=MergeWhole(loop.step, axes, structure),
-        consts=(whole, loop.consts),
+        consts=WHOLE.put(loop.consts or Consts(), whole),
         xs=loop.xs._replace(x=sliced),
     )
 
@@ -133,7 +134,7 @@ class Count(Transform):
 def count_from(loop: Loop, first: ArrayLike, place: Literal["x", "position"] = "x") -> Loop:
     """Feeds indices as x, or as positions from which keys are folded; the first step is given `first`."""
     step = Counted(loop.step, -1 if loop.reverse else 1, place)
-    loop = dataclasses.replace(loop, step=step, state=(first, loop.state))
+    loop = loop.having(step=step, state=(first, loop.state))
     return loop.finished(lambda state: state[1])
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
-from .._loop.feed import Feed, Keyword
+from .._loop.feed import Consts, Feed, Keyword
 from .._loop.loop import Body, Callee, Loop, Lowering, Memo, in_turn
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Call:
                 loop = dataclasses.replace(call, others=()).lay(given._replace(xs=given.xs[place]))
                 if given.key is not None:
                     position = place + len(self.each) * jnp.arange(call.length)
-                    loop = dataclasses.replace(loop, xs=loop.xs._replace(position=position))
+                    loop = loop.having(xs=loop.xs._replace(position=position))
                 loops.append(loop)
             return in_turn(loops, self._joint(self.body.memo))
         offset = None if given.key is None else given.offset
@@ -89,7 +89,7 @@ class Call:
         return Loop(
             callee=Callee(self.body, step, self.names),
             step=step,
-            consts=shared,
+            consts=None if shared is None else Consts(inner=shared),
             state=given.init,
             xs=Feed(given.xs, position=jnp.arange(self.length) if given.key is not None else None),
             length=self.length,

@@ -106,7 +106,7 @@ def in_rounds(loop: Loop) -> tuple[Loop, tuple[Step, Feed] | None]:
         step, rest = (WithUnchanged(each, loop.hoisted.fixed) for each in (step, rest))
         consts = loop.consts._replace(inner=consts)
     end = (rest, Feed(left)) if count else None
-    return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=()), end
+    return loop.having(step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=()), end
 
 
 @dataclass(frozen=True)

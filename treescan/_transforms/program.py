@@ -36,7 +36,7 @@ class Program:
         loop = self.call.lay(given)
         for transform in self.transforms:
             loop = transform(loop)
-        return run_nested(loop.having(given=None))  # rules keep loops
+        return run_nested(loop)
 
 
 class Taken(BaseException):

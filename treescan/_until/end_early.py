@@ -204,4 +204,4 @@ def cut(loop: Loop, axes: LeafAxes | None) -> Loop:
         return leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, loop.length, axis=axis)
 
     x = map_leaves(short, loop.xs.x, axes or (0,) * len(jax.tree.leaves(loop.xs.x)))
-    return dataclasses.replace(loop, xs=loop.xs._replace(x=x))
+    return loop.having(xs=loop.xs._replace(x=x))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from .._loop.feed import Feed
 from .._loop.loop import Arrays, Loop, Result, is_untraced
 from .._loop.run import debugs_nans, run, settle
 from .._outputs.outputs import ALL, emitting
-from .._rows.axes import without_arrays
 from .._rows.fill import fill_leaves
 from .._rows.leaves import any_of_all, may_branch
 from .._trace.equations import is_for_data_alone
@@ -140,7 +138,7 @@ def _run_traced(loop: Loop, going: Going) -> tuple[Progress, list[Any]]:
     tell, trace, keeps, length = going.tell, loop.hoisted, loop.keeps or (), loop.length
     varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
     step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
-    loop = dataclasses.replace(loop, step=step, xs=xs, state=as_arrays(loop.state))
+    loop = loop.having(step=step, xs=xs, state=as_arrays(loop.state))
     chunks = plan_chunks(loop)
     avals = [aval for aval, keep in zip(trace.y_avals, keeps, strict=True) if keep is not None]
     kept = [keep for keep in keeps if keep is not None]
@@ -151,7 +149,7 @@ def _run_traced(loop: Loop, going: Going) -> tuple[Progress, list[Any]]:
     axes = trace.axes | going.condition.axes
     early = EarlyExit(
         plan=loop.plan,
-        rows=without_arrays(loop.masked),
+        rows=loop.masked,
         trace=trace,
         fixed=all_fixed(loop),
         fed=bool(jax.tree.leaves(loop.xs)),

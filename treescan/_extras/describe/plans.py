@@ -177,7 +177,8 @@ class TracedBody:
             return RowAxes(Consts(inner=constants), carry, x, y)
         consts, state, x, y = self.rows.axes
         carry = merge(self.loop.hoisted.fixed, self.rows.fixed, state)
-        constants = self.loop.consts._replace(unchanged=()).spread(consts)
+        constants = self.loop.consts._replace(unchanged=()).spread(consts._replace(unchanged=()))
+        constants = constants[: len(self.constants)]  # an offset follows
         return RowAxes(Consts(inner=constants), tuple(carry[len(carry) - len(self.carry) :]), x, y)
 
     @property
@@ -188,7 +189,7 @@ class TracedBody:
     @property
     def constant_vars(self) -> list[Any]:
         """The inputs of the jaxpr that are `constants`."""
-        return jax.tree.leaves(self.inputs.consts._replace(unchanged=()))
+        return jax.tree.leaves(self.inputs.consts._replace(unchanged=()))[: len(self.constants)]
 
     @property
     def x_vars(self) -> list[Any]:

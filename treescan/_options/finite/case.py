@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,7 +17,7 @@ import numpy as np
 from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument
 from ..._body.carry import read_carries
 from ..._errors import Fault, Misuse, TypeMisuse, named_options
-from ..._loop.feed import Feed
+from ..._loop.feed import Consts, Feed, Slot
 from ..._loop.loop import Loop, Step
 from ..._rows.leaves import select
 from ..._trace.blame import MADE, UNSURE, Operation
@@ -230,6 +229,10 @@ def outer_steps() -> OuterSteps:
     return steps if steps.loops and steps.trace == _trace_state() else OuterSteps()
 
 
+OFFSET: Slot[Array] = Slot("offset")
+"""int32[], the position of the first step of a part of a longer loop."""
+
+
 @dataclass(frozen=True)
 class Numbered:
     """A step that tells the loops within it of its position.
@@ -240,7 +243,6 @@ class Numbered:
         call: the verb and the body, as messages name them.
         length: the steps of the loop.
         follows: whether the loop itself runs in a step whose position is known.
-        is_part: whether the loop has an offset. It is in the consts, after those of the inner step.
     """
 
     step: Step
@@ -248,10 +250,9 @@ class Numbered:
     call: str
     length: Any
     follows: bool
-    is_part: bool = False
 
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        consts, offset = consts if self.is_part else (consts, None)
+    def __call__(self, consts: Consts | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        offset, consts = (None, None) if consts is None else OFFSET.take(consts)
         outer = _outer.get() if self.follows else OuterSteps()
         loops = (Within(self.call, -1, self.length), *outer.loops)
         token = _outer.set(OuterSteps(loops, ((feed.position, offset), *outer.positions), _trace_state()))
@@ -265,9 +266,9 @@ def numbered(loop: Loop, call: str) -> Loop:
     """The loop, whose steps tell the loops within them of their positions."""
     keyed = loop.xs.position is not None
     xs = loop.xs if keyed else loop.xs._replace(position=jnp.arange(loop.length, dtype=jnp.int32))
-    is_part = loop.offset is not None
-    step = Numbered(loop.step, keyed, call, loop.length, bool(outer_steps().loops), is_part)
-    return dataclasses.replace(loop, step=step, xs=xs, consts=(loop.consts, loop.offset) if is_part else loop.consts)
+    step = Numbered(loop.step, keyed, call, loop.length, bool(outer_steps().loops))
+    consts = loop.consts if loop.offset is None else OFFSET.put(loop.consts or Consts(), loop.offset)
+    return loop.having(step=step, xs=xs, consts=consts)
 
 
 CONSTANT = "a constant of the body"
@@ -369,7 +370,7 @@ class About(NamedTuple):
         length: the steps, or layers, of all; None: those of the loop.
         blocks: how many blocks take turns.
         records: from a carry and an x to those that the record holds; None: the same.
-        slices: what is scanned over, where some leaves are given whole, which lead the consts; None: none are.
+        slices: what is scanned over, where some leaves are given whole; None: none are.
         roots: what the items of x are called, where x is a tuple of arguments.
     """
 

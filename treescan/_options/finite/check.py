@@ -7,7 +7,6 @@ and evaluates that step operation by operation.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
@@ -190,13 +189,13 @@ class CheckFinite(Transform):
         if not loop.steps or 0 in batch_of(loop):  # there is nothing to look at
             return loop
         refuse_devices()
-        loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
+        loop = with_raw_keys(loop.having(state=as_arrays(loop.state)))
         traced, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
         last = (loop.steps if loop.limit is None else loop.limit) - 1
         for turn, own, about in zip(loop.each, traced.turns or (traced,), self.each, strict=True):
             with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
                 refuse_effects(own.hoisted)
-            given = dataclasses.replace(turn, finish=loop.finish)
+            given = turn.having(finish=loop.finish)
             sites.append(Site(about, given, own, last))
         return self._watched(loop, traced, sites)
 
@@ -219,14 +218,14 @@ class CheckFinite(Transform):
             keyed = turn.xs.position is not None
             step = Watched(step=turn.step, keyed=keyed, counts=early, last=last, watched=watched, axes=axes)
             xs = turn.xs if early else turn.xs._replace(position=positions_of(turn, place, len(turns)))
-            turns[place] = dataclasses.replace(with_heads(turn, heads), step=step, xs=xs, callee=turn.callee.apart())
+            turns[place] = with_heads(turn, heads).having(step=step, xs=xs, callee=turn.callee.apart())
 
         def notes(result: Result) -> dict[str, PyTree]:
             found = evidence_of_step(earliest(result.state[0]), sites, result.steps)
             pairs = ((evidence, case_of(sites[place], told)) for place, evidence, told in found)
             return {"evidence": tuple((evidence._replace(offset=loop.offset), case) for evidence, case in pairs)}
 
-        checked = dataclasses.replace(plain.with_turns(turns), callee=plain.callee.apart())
+        checked = plain.with_turns(turns).having(callee=plain.callee.apart())
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
 
     def _in_leaves(self, loop: Loop, traced: Loop) -> Loop:
@@ -234,7 +233,7 @@ class CheckFinite(Transform):
         if loop.rows is not None:
             return loop
         if is_jit_disabled():
-            return dataclasses.replace(flattened(self._numbered(loop)), trace=None)
+            return flattened(self._numbered(loop)).having(trace=None)
         if loop.turns:
             return in_whole_state(traced)
         return traced.having(trace=None).finished(restoring(traced))

@@ -37,6 +37,7 @@ from ..._trace.blame import Blame, becomes_bad
 from ..._trace.hoist import hoist, lift
 from ..._trace.smooth import is_smooth
 from ..._trace.steps import Lifted
+from ..._transforms.axes import WHOLE
 from ..._transforms.nest import KeepUnchanged, run_nested
 from ..._tree import leaves_with_path, merge, split
 from ..resets import ResetRows, begin, begins_of
@@ -64,26 +65,28 @@ def with_heads(loop: Loop, heads: list[Array]) -> Loop:
     """The loop with further leaves before those of its state, which are never reset; in them the rows lead."""
     rows, state, none = loop.rows, [*heads, *loop.state], (False,) * len(heads)
     if rows is None:
-        return dataclasses.replace(loop, state=state)
-    begins = None if rows.resets is None else begins_of(loop, loop.state)
-    if begins is not None:
+        return loop.having(state=state)
+    segments = loop.segments
+    if segments is not None:
+        begins = begins_of(loop, loop.state)
         begins = Begins(begins.flags, [*(None for _ in heads), *begins.targets], (*none, *begins.tables))
+        segments = segments._replace(begins=begins)
     before = rows.unchanged
     unchanged = None if before is None else lambda: (*none, *before())
     trace = dataclasses.replace(loop.hoisted, fixed=(*none, *loop.hoisted.fixed))
     axes = (*(0,) * len(heads), *rows.axes.state)
-    rows = rows._replace(begins=begins, unchanged=unchanged)
-    return with_axes(dataclasses.replace(loop, state=state, trace=trace, rows=rows), state=axes)
+    rows = rows._replace(unchanged=unchanged)
+    return with_axes(loop.having(state=state, trace=trace, rows=rows, segments=segments), state=axes)
 
 
 def in_rows(loop: Loop, traced: Loop) -> Loop:
     """What `hoist` made of a masked loop that `is_untraced`, with its rows where it has them."""
-    rows, fixed, begins = loop.masked, traced.hoisted.fixed, loop.masked.begins
+    rows, fixed, segments = loop.masked, traced.hoisted.fixed, loop.segments
     left = rows_of(traced.hoisted, rows.axes, rows.y_axes)
-    if begins is not None:
-        begins = Begins(begins.flags, split(fixed, begins.targets)[1], tuple(split(fixed, begins.tables)[1]))
-    rows = rows._replace(axes=left.axes, fixed=left.fixed, begins=begins, unchanged=None)
-    return traced.having(rows=rows)
+    if segments is not None and segments.begins is not None:
+        flags, targets, tables = segments.begins
+        segments = segments._replace(begins=Begins(flags, split(fixed, targets)[1], tuple(split(fixed, tables)[1])))
+    return traced.having(rows=rows._replace(axes=left.axes, fixed=left.fixed, unchanged=None), segments=segments)
 
 
 def show_one(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> list[Array]:
@@ -194,18 +197,17 @@ class Site:
             taken: int32[*batch], how many steps each row ran, of rows that stop early; None: as many as the mask says.
         """
         loop = self.traced
-        (consts, state, xs), rows = jax.lax.stop_gradient(loop.arrays), loop.rows
-        if rows is not None and rows.begins is not None:
-            rows = rows._replace(begins=rows.begins._replace(targets=jax.lax.stop_gradient(rows.begins.targets)))
-        if rows is not None and taken is not None:
+        (consts, state, xs), segments = jax.lax.stop_gradient(loop.arrays), loop.segments
+        if segments is not None and segments.begins is not None:
+            targets = jax.lax.stop_gradient(segments.begins.targets)
+            segments = segments._replace(begins=segments.begins._replace(targets=targets))
+        if loop.rows is not None and taken is not None:
             ran = mask_of_lengths(taken, loop.length)
             xs = xs._replace(valid=ran[::-1] if loop.reverse else ran)
         assert isinstance(loop.step, Lifted)
         step = loop.step.silenced()
-        bare = dataclasses.replace(loop, trace=None, finish=(), wishes=(), lowering=loop.lowering.plain, runner=None)
-        return dataclasses.replace(
-            bare, step=step, consts=consts, state=state, xs=xs, rows=rows, callee=bare.callee.apart()
-        )
+        bare = loop.having(trace=None, finish=(), wishes=(), lowering=loop.lowering.plain, runner=None)
+        return bare.having(step=step, consts=consts, state=state, xs=xs, segments=segments, callee=bare.callee.apart())
 
     def row_axes(self, rows: Rows | None) -> LeafAxes:
         """For each leaf of the state where these rows are; None: it belongs to all, or there are none."""
@@ -216,10 +218,13 @@ class Site:
         alone = feed.valid is not None and not feed.valid.ndim and self.given.limit is not None
         return None if alone else feed.valid
 
-    def x_of(self, x: PyTree, consts: PyTree) -> PyTree:
+    def x_of(self, x: PyTree, consts: Consts | None) -> PyTree:
         """The user's x, of one that a step is fed and the consts of the given loop."""
         x, slices = x.x if isinstance(x, WithKeyword) else x, self.about.slices
-        return x if slices is None else slices.join(jax.tree.leaves(consts), jax.tree.leaves(x))
+        if slices is None:
+            return x
+        assert consts is not None
+        return slices.join(_whole_of(consts), jax.tree.leaves(x))
 
     @property
     def structure(self) -> TreeDef:
@@ -362,7 +367,7 @@ def evidence_of_step(number: Array, sites: Sequence[Site], taken: Any) -> list[t
 
         def explain_turn(told: Told, at: At, before: list[Array], arrays: Any, *, place: int = place) -> Evidence:
             (unchanged, changing), (consts, xs) = split(sites[place].fixed, before), arrays
-            there = dataclasses.replace(loops[place], consts=consts._replace(unchanged=unchanged), xs=xs)
+            there = loops[place].having(consts=consts._replace(unchanged=unchanged), xs=xs)
             return evidence_at(told, at, changing, sites[place], there)
 
         here, at = (number != GOOD) & (position % count == place), At(number, position // count, position)
@@ -389,7 +394,7 @@ def _before_turn(number: Array, sites: Sequence[Site], loops: Sequence[Loop]) ->
             step = Before(KeepUnchanged(loop.step, site.fixed))
             xs = loop.xs._replace(x=(numbers, loop.xs.x))
             consts = END.put(loop.consts._replace(unchanged=()), number)
-            before.append(dataclasses.replace(loop, step=step, consts=consts, state=leaves, xs=xs))
+            before.append(loop.having(step=step, consts=consts, state=leaves, xs=xs))
         return run_nested(in_turn(before))[0]
 
     leaves = merge(sites[0].fixed, loops[0].consts.unchanged, loops[0].state)
@@ -464,15 +469,33 @@ def state_before(at: At, loop: Loop) -> list[Array]:
     around = loop if loop.rows is None else ResetRows()(Mask.of(0)(loop))
     step = Before(around.step)
     xs = around.xs._replace(x=(numbers_of_steps(loop.length, reverse=loop.reverse), around.xs.x))
-    again = dataclasses.replace(around, step=step, consts=END.put(around.consts, at.first), xs=xs)
+    again = around.having(step=step, consts=END.put(around.consts, at.first), xs=xs)
     size = math.isqrt(loop.length) if isinstance(loop.length, int) else 1
     levels = (Level(size, lambda step, looped: Stretch(step)),) if size > 1 else ()
     state, _ = run_chunked(again.plan, levels, again.arrays)
-    if loop.rows is None or loop.masked.resets is None:
+    if loop.segments is None:
         return state
     begins = begins_of(loop, loop.state)
     flags = at_step(begins.flags, at.place)
     return begin(flags, state, begins.targets, loop.masked.axes.state, begins.tables)
+
+
+def _whole_of(consts: Consts) -> list[Any]:
+    """The leaves of xs that are given whole: in these consts, or in those of before a trace."""
+    found = WHOLE.of(consts)
+    return _whole_of(consts.inner) if found is None else found
+
+
+def _names_of(consts: Consts | None, whole: Sequence[str]) -> list[str]:
+    """What each leaf of the consts of a loop is called before it was traced, from the names of what is given whole."""
+    if not whole or consts is None:
+        return [CONSTANT] * len(jax.tree.leaves(consts))
+
+    def noted(consts: Consts) -> Consts:
+        here = WHOLE.of(consts) is not None
+        return WHOLE.note(Consts(), whole) if here else Consts(inner=noted(consts.inner))
+
+    return [name or CONSTANT for name in consts.spread(noted(consts))]
 
 
 def _evaluate(told: Told, state: list[Array], feed: Feed, site: Site, loop: Loop) -> list[Any]:
@@ -483,8 +506,7 @@ def _evaluate(told: Told, state: list[Array], feed: Feed, site: Site, loop: Loop
     shapes = step.traced.shapes(consts._replace(unchanged=unchanged), changing, feed)
     held = [consts.closed[i] for i in step.places[shapes] if i is not None]
     whole, fed = site.names_of_feed()
-    others = len(jax.tree.leaves(consts.inner)) - len(whole)
-    names = [*[CONSTANT] * len(held), *whole, *[CONSTANT] * others, *site.names_of_state(), *fed]
+    names = [*[CONSTANT] * len(held), *_names_of(consts.inner, whole), *site.names_of_state(), *fed]
     return told.evaluate(
         step.traced.jaxprs[shapes].jaxpr, names, [*held, *jax.tree.leaves((consts.inner, state, feed))]
     )

@@ -162,7 +162,7 @@ class ShowProgress(Transform):
         wish = Wish(size, put=ticks, slots=(TICK,), outside=True)
         runner = RunTold(ticks) if paced or more else None
         wishes = (*loop.wishes, wish) if loop.length else loop.wishes
-        return dataclasses.replace(loop, wishes=wishes, runner=runner)
+        return loop.having(wishes=wishes, runner=runner)
 
 
 def _live_steps(loop: Loop) -> Array | None:
@@ -221,10 +221,10 @@ class TellChunks:
         around = functools.partial(ReportingChunk, tell=self, led=led, trailed=trailed)
         if self.due is not None:
             state = Paced(loop.state, self.due, self.run, self.total)
-            return dataclasses.replace(loop, state=state, xs=TICK.put(loop.xs, done)), around
+            return loop.having(state=state, xs=TICK.put(loop.xs, done)), around
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
         tick = Tick(run, total, done, first, last & (not self.more))
-        return dataclasses.replace(loop, xs=TICK.put(loop.xs, tick)), around
+        return loop.having(xs=TICK.put(loop.xs, tick)), around
 
 
 @dataclass(frozen=True, eq=False)
