@@ -22,6 +22,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 
+Aval: TypeAlias = ShapedArray
+"""The type of an array: its shape, dtype, weak type, and sharding."""
+
 PyTree: TypeAlias = Any
 """Any tree of containers that JAX knows, with arrays or scalars as leaves."""
 
