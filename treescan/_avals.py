@@ -28,6 +28,9 @@ Aval: TypeAlias = ShapedArray
 PyTree: TypeAlias = Any
 """Any tree of containers that JAX knows, with arrays or scalars as leaves."""
 
+Leaves: TypeAlias = list[Any]
+"""The leaves of a tree, in order: arrays, or what stands for them, as tracers, types or tangents do."""
+
 TreeDef: TypeAlias = Any
 """A tree's structure, `jax.tree_util.PyTreeDef`: a compiled class without a static type."""
 

@@ -390,7 +390,7 @@ def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Trace | No
     if remat.policy is jax.checkpoint_policies.everything_saveable and not (remat.offload and levels_in(remat) == 1):
         return step
     chosen = remat.policy if callable(remat.policy) else jax.checkpoint_policies.nothing_saveable
-    policy = SaveDecisions(chosen, thresholds=trace is None or trace.jaxpr is None or compares(trace.jaxpr))
+    policy = SaveDecisions(chosen, thresholds=trace is None or not trace.programs or compares(trace.jaxpr))
     return Checkpointed(step, looped, policy, remat.offload if levels_in(remat) == 1 else None)
 
 

@@ -341,7 +341,7 @@ def warn_of_unknown_names(plans: Sequence[Remat | None], loops: Sequence[Loop]) 
 
 def _check(loops: list[Loop], policy: Any) -> None:
     asked, traces = list(dict.fromkeys(_names_of(policy))), [loop.hoisted for loop in loops]
-    if not asked or any(trace.jaxpr is None or trace.reverse_rule for trace in traces):
+    if not asked or any(not trace.programs or trace.reverse_rule for trace in traces):
         return
     given = list(dict.fromkeys(name for trace in traces for name in _names_in(trace.jaxpr)))
     unknown = [name for name in asked if name not in given]

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import Array, in_mesh, mesh_of, place_like
+from .._avals import Array, Aval, Leaves, in_mesh, mesh_of, place_like
 from .._errors import is_library_file, shorten
 from .._tree import replaced
 from .equations import alone, equations_within, interpret, jaxprs_within, opened
 from .smooth import is_smooth
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn
 
 MADE, UNSURE = 1, 2
 """The bits of an operation: it made what is blamed; what it was given may have made it, or other things given to it."""
@@ -77,7 +80,7 @@ class _Value:
         blamed: bool of its shape, its elements that are to be explained; None: none are.
     """
 
-    array: Any
+    array: Array
     number: int | None
     blamed: Array | None = None
 
@@ -104,8 +107,8 @@ class _Step(NamedTuple):
     """
 
     number: int
-    equation: Any
-    program: Any
+    equation: JaxprEqn
+    program: Jaxpr
     taken: list[_Value]
     read: list[_Value]
     made: list[_Value]
@@ -115,7 +118,7 @@ class _Step(NamedTuple):
         """What of that may be blamed."""
         return list(filter(_may_be_blamed, self.taken))
 
-    def run(self, arrays: Sequence[Any]) -> list[Any]:
+    def run(self, arrays: Sequence[Array]) -> Leaves:
         """Its results, of other values in place of these."""
         flags = list(map(_may_be_blamed, self.taken))
         return eval_jaxpr(self.program, [], *replaced(flags, [value.array for value in self.taken], arrays))
@@ -135,13 +138,13 @@ class Blame:
         self._steps: list[_Step] = []
         self._results: list[_Value] = []
 
-    def evaluate(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+    def evaluate(self, jaxpr: Jaxpr, given: Sequence[object]) -> Leaves:
         """Evaluates an open jaxpr, given what it closes over first, and keeps all of it."""
         jaxpr = opened(jaxpr)
         self._given = [_Value(jnp.asarray(value), self._add(Operation(None, None))) for value in given]
         self._constants = self._add(Operation(None, None))
 
-        def run(equation: Any, read: list[_Value]) -> list[_Value]:
+        def run(equation: JaxprEqn, read: list[_Value]) -> list[_Value]:
             variables, program = alone(jaxpr, equation)
             taken = [read[equation.invars.index(var)] for var in variables]
             number = self._add(Operation(equation.primitive.name, place_of(equation)))
@@ -156,7 +159,7 @@ class Blame:
         self.operations.append(operation)
         return len(self.operations) - 1
 
-    def _constant(self, value: Any, aval: Any) -> _Value:
+    def _constant(self, value: Any, aval: Aval) -> _Value:
         """A constant; one that is not a finite number may be blamed."""
         array = jnp.asarray(value, None if isinstance(value, jax.Array) else aval.dtype)
         is_finite = not array.ndim and not isinstance(value, Tracer) and bool(np.isfinite(value))
@@ -221,7 +224,7 @@ def _any(flags: Sequence[Array]) -> Array:
     return found
 
 
-def _bad(array: Any, is_nan: Array) -> Array:
+def _bad(array: Array, is_nan: Array) -> Array:
     return (jnp.isnan(array) & is_nan) | (jnp.isinf(array) & ~is_nan)
 
 
@@ -229,7 +232,7 @@ def _may_be_blamed(value: _Value) -> bool:
     return value.number is not None and is_smooth(value.array) and not _is_on_another_mesh(value.array)
 
 
-def _is_on_another_mesh(array: Any) -> bool:
+def _is_on_another_mesh(array: Array) -> bool:
     """Whether an array is one of `jax.sharding.auto_axes`, within a program whose mesh has explicit axes."""
     mesh, here = jax.typeof(array).sharding.mesh, jax.sharding.get_abstract_mesh()
     return not mesh.empty and not here.empty and mesh.axis_types != here.axis_types
@@ -263,7 +266,7 @@ def _in_place(step: _Step, is_nan: Array) -> _Causes:
     return causes
 
 
-def _spread_of(elements: Array, array: Any) -> Array:
+def _spread_of(elements: Array, array: Array) -> Array:
     """The elements of an operand that is spread over those of a result: a number, or along axes of size 1."""
     if not jnp.ndim(array):
         return jnp.any(elements)
@@ -303,7 +306,7 @@ def _as_a_whole(step: _Step, is_nan: Array) -> tuple[Array, _Causes]:
     return _any([made.blamed & _bad(array, is_nan) for made, array in pairs if made.blamed is not None]), causes
 
 
-def _may_run_again(equation: Any) -> bool:
+def _may_run_again(equation: JaxprEqn) -> bool:
     """Whether an equation may be evaluated with other values: it has no effect, calls nothing back, and ends.
 
     A NaN may have ended a loop that runs until something holds.
@@ -313,7 +316,7 @@ def _may_run_again(equation: Any) -> bool:
     return not equation.effects and not any(name == "while" or "callback" in name for name in names)
 
 
-def place_of(equation: Any) -> str | None:
+def place_of(equation: JaxprEqn) -> str | None:
     """The line of the user's that an equation comes from, as in `model.py:31`."""
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in [] if traceback is None else traceback.frames:
@@ -322,6 +325,6 @@ def place_of(equation: Any) -> str | None:
     return None
 
 
-def becomes_bad(old: Any, new: Any) -> Array:
+def becomes_bad(old: Array, new: Array) -> Array:
     """bool: which elements are NaN, or became infinite: an infinity that was there before is no news."""
     return jnp.isnan(new) | (jnp.isinf(new) & ~jnp.isinf(old))

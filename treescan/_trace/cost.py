@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from .._avals import bytes_of, elements
 from .dependence import dependent
-from .equations import PRODUCTS, jaxprs_within, variables_of
+from .equations import PRODUCTS, aval_of, jaxprs_within, variables_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 TRANSCENDENTAL = frozenset(
     {
@@ -25,7 +28,7 @@ _DECOMPOSITIONS = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "trian
 _PER_DECOMPOSITION = 20
 
 
-def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> int:
+def count_operations(jaxpr: Jaxpr, transcendental: int = _PER_TRANSCENDENTAL) -> int:
     """The operations of an open jaxpr; a transcendental function counts as a hundred.
 
     Loops whose number of rounds is not known count once, and of branches the dearest. A size that is a symbol counts
@@ -45,18 +48,18 @@ def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> i
     return total
 
 
-def _of_equation(equation: Any, transcendental: int) -> int:
+def _of_equation(equation: JaxprEqn, transcendental: int) -> int:
     """The operations of an equation that holds no others."""
-    name, written = equation.primitive.name, sum(elements(var.aval) for var in equation.outvars)
+    name, written = equation.primitive.name, sum(elements(aval_of(var)) for var in equation.outvars)
     if name == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
-        shape = equation.invars[0].aval.shape
+        shape = aval_of(equation.invars[0]).shape
         return 2 * written * _product(shape[axis] for axis in contracted)
     if name == "conv_general_dilated":
-        kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
+        kernel, numbers = aval_of(equation.invars[1]), equation.params["dimension_numbers"]
         return 2 * written * elements(kernel) // max(1, _product([kernel.shape[numbers.rhs_spec[0]]]))
     if name in _DECOMPOSITIONS:
-        sizes = (elements(v.aval) * _product(v.aval.shape[-1:]) for v in equation.invars)
+        sizes = (elements(aval_of(v)) * _product(aval_of(v).shape[-1:]) for v in equation.invars)
         return _PER_DECOMPOSITION * max(sizes, default=0)
     return written * (transcendental if name in TRANSCENDENTAL else 1)
 
@@ -65,7 +68,7 @@ _PRODUCTS = PRODUCTS | {"atan2", "conv_general_dilated", "div", "mul", "pow"}
 _BY_RESULT = TRANSCENDENTAL - {"atan2", "pow"} | {"integer_pow", "rsqrt", "sqrt", "square"}
 
 
-def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
+def count_saved_bytes(jaxpr: Jaxpr, varying: Sequence[bool]) -> int:
     """About how many bytes of each step the gradient of a loop saves.
 
     These are the operands of products, and the results of functions whose derivative is made of them. Loops count as in
@@ -76,7 +79,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
         varying: for each of its inputs whether steps differ in it. What is the same in all is not saved.
     """
     found, total = dependent(jaxpr, varying), 0
-    saved = set[Any]()
+    saved = set["Var"]()
     for equation in jaxpr.eqns:
         name, given = equation.primitive.name, [var for var in variables_of(equation.invars) if var in found]
         inner = jaxprs_within(equation)
@@ -89,10 +92,10 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
             saved.update(equation.outvars)
         elif name in _PRODUCTS:
             saved.update(given if len(given) > 1 or name in PRODUCTS else [])
-    return total + sum([bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact)])
+    return total + sum([bytes_of(aval_of(var)) for var in saved if jnp.issubdtype(aval_of(var).dtype, jnp.inexact)])
 
 
-def _times(equation: Any) -> int:
+def _times(equation: JaxprEqn) -> int:
     """How often a loop runs its step; 1 if that is a symbol, or if it is no loop of a known length."""
     length = equation.params.get("length")
     return length if isinstance(length, int) else 1

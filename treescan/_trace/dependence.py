@@ -6,21 +6,25 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
+from .._avals import Leaves
 from .._loop.loop import Loop
-from .equations import alone, called_without_rule, inlined, loop_of, variables_of
+from .equations import alone, aval_of, called_without_rule, inlined, loop_of, values_of, variables_of
 from .smooth import zeros_like
 from .steps import Traced
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 Flags = list[bool]
 
 
-def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
+def dependent(jaxpr: Jaxpr, given: Sequence[bool]) -> set[Var]:
     """The variables of an open jaxpr that depend on the flagged ones of its inputs."""
     found = {var for var, flag in zip(jaxpr.invars, given, strict=True) if flag}
     for equation in jaxpr.eqns:
@@ -30,7 +34,7 @@ def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
     return found
 
 
-def _of_equation(equation: Any, given: Flags) -> Flags:
+def _of_equation(equation: JaxprEqn, given: Flags) -> Flags:
     """For each output of an equation whether it depends on the flagged inputs; one with effects always may."""
     if equation.effects:
         return [True] * len(equation.outvars)
@@ -48,7 +52,7 @@ def _of_equation(equation: Any, given: Flags) -> Flags:
     return [True] * len(equation.outvars)
 
 
-def _outputs(jaxpr: Any, given: Sequence[bool]) -> Flags:
+def _outputs(jaxpr: Jaxpr, given: Sequence[bool]) -> Flags:
     found = dependent(jaxpr, given)
     return [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
 
@@ -62,14 +66,14 @@ def _settled(carry: Flags, step: Callable[[Flags], Flags]) -> Flags:
         carry = wider
 
 
-def _of_scan(equation: Any, given: Flags) -> Flags:
+def _of_scan(equation: JaxprEqn, given: Flags) -> Flags:
     jaxpr, start, carried = loop_of(equation)
     consts, carry, xs = given[:start], given[start : start + carried], given[start + carried :]
     carry = _settled(carry, lambda carry: _outputs(jaxpr, [*consts, *carry, *xs])[:carried])
     return [*carry, *_outputs(jaxpr, [*consts, *carry, *xs])[carried:]]
 
 
-def _of_while(equation: Any, given: Flags) -> Flags:
+def _of_while(equation: JaxprEqn, given: Flags) -> Flags:
     params = equation.params
     of_condition, of_body = params["cond_nconsts"], params["body_nconsts"]
     condition, body = given[:of_condition], given[of_condition : of_condition + of_body]
@@ -79,7 +83,7 @@ def _of_while(equation: Any, given: Flags) -> Flags:
     return [True] * len(carry) if any(stops) else carry
 
 
-def _of_branches(equation: Any, given: Flags) -> Flags:
+def _of_branches(equation: JaxprEqn, given: Flags) -> Flags:
     which, *rest = given
     if which:
         return [True] * len(equation.outvars)
@@ -87,7 +91,7 @@ def _of_branches(equation: Any, given: Flags) -> Flags:
     return [any(flags) for flags in zip(*branches, strict=True)]
 
 
-_RULES: dict[str, Callable[[Any, Flags], Flags]] = {"scan": _of_scan, "while": _of_while, "cond": _of_branches}
+_RULES: dict[str, Callable[[JaxprEqn, Flags], Flags]] = {"scan": _of_scan, "while": _of_while, "cond": _of_branches}
 
 
 class Once(NamedTuple):
@@ -100,10 +104,10 @@ class Once(NamedTuple):
         early: their values.
     """
 
-    values: list[Any]
+    values: Leaves
     equations: frozenset[int]
-    variables: list[Any]
-    early: list[Any]
+    variables: list[Var]
+    early: Leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +121,9 @@ class StepProgram:
         varying: for each of its inputs whether steps differ in it.
     """
 
-    jaxpr: Any
-    consts: list[Any]
-    given: list[Any]
+    jaxpr: Jaxpr
+    consts: Leaves
+    given: Leaves
     varying: tuple[bool, ...]
 
     @classmethod
@@ -135,11 +139,12 @@ class StepProgram:
 
     def inlined(self) -> StepProgram:
         """The step with the equations of the functions that it calls in place of the calls."""
-        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.jaxpr.invars]
+        types = map(aval_of, self.jaxpr.invars)
+        avals = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in types]
         closed = inlined(self.jaxpr, self.consts, avals)
         return StepProgram(closed.jaxpr, list(closed.consts), self.given, self.varying)
 
-    def vary(self) -> set[Any]:
+    def vary(self) -> set[Var]:
         """The variables in which steps differ, or may."""
         return dependent(self.jaxpr, self.varying)
 
@@ -159,11 +164,10 @@ class StepProgram:
         read = set(variables_of([*self.jaxpr.outvars, *(atom for each in others for atom in each.invars)]))
         later = [var for var in made if var in read]
         values = self._evaluate(sorted(equations | parts), needed)
-        outputs = [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
-        outputs = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in outputs]
+        outputs = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values_of(wanted, values)]
         return Once(outputs, frozenset(equations), later, [values[var] for var in later])
 
-    def _evaluate(self, equations: Sequence[int], needed: set[Any]) -> dict[Any, Any]:
+    def _evaluate(self, equations: Sequence[int], needed: set[Var]) -> dict[Var, Any]:
         """The results of these equations. Of an equation that computes too much (a loop), only the needed part."""
         values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         known = zip(self.jaxpr.invars, self.given, self.varying, strict=True)
@@ -172,17 +176,18 @@ class StepProgram:
             equation = self.jaxpr.eqns[number]
             out = [var for var in equation.outvars if var in needed]
             own, program = alone(self.jaxpr, equation, out)
-            given = [values[var] if var in values else zeros_like(var.aval) for var in own]  # nothing depends on these
-            evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, program, [])
+            # Nothing depends on those that are not known.
+            given = [values[var] if var in values else zeros_like(aval_of(var)) for var in own]
+            evaluate: Callable[..., Leaves] = functools.partial(eval_jaxpr, program, [])
             if not all(var in values for var in own):
                 evaluate = jax.jit(evaluate)
             values.update(zip(out, evaluate(*given), strict=True))
         return values
 
-    def without(self, once: Once, places: Sequence[int]) -> Any:
+    def without(self, once: Once, places: Sequence[int]) -> Jaxpr:
         """What is left of the jaxpr: it is given what was computed before the loop first."""
         outputs = [var for place, var in enumerate(self.jaxpr.outvars) if place not in set(places)]
-        needed, equations = set(variables_of(outputs)), list[Any]()
+        needed, equations = set(variables_of(outputs)), list["JaxprEqn"]()
         for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
             if number not in once.equations and (equation.effects or not needed.isdisjoint(equation.outvars)):
                 equations.append(equation)

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import jax
 import numpy as np
 from jax.core import ShapedArray, eval_jaxpr
 from jax.sharding import AxisType
 
-from .._avals import varying_axes
+from .._avals import Aval, Leaves, varying_axes
+
+if TYPE_CHECKING:
+    from jax.core import Atom
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+Value = TypeVar("Value")
+AnyJaxpr = TypeVar("AnyJaxpr", bound="Jaxpr | ClosedJaxpr")
 
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
@@ -28,12 +36,17 @@ PRODUCTS = frozenset({"dot_general"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
-def variables_of(atoms: Sequence[Any]) -> list[Any]:
+def variables_of(atoms: Iterable[Atom]) -> list[Var]:
     """The variables among variables and literals."""
-    return [atom for atom in atoms if not hasattr(atom, "val")]
+    return [cast("Var", atom) for atom in atoms if not hasattr(atom, "val")]
 
 
-def called(equation: Any) -> tuple[Any, list[Any]] | None:
+def aval_of(atom: Atom) -> Aval:
+    """The type of a variable or a literal that is no mutable array."""
+    return cast(Aval, atom.aval)
+
+
+def called(equation: JaxprEqn) -> Called | None:
     """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
     name = equation.primitive.name
     if name in _CALLS:
@@ -47,30 +60,33 @@ def called(equation: Any) -> tuple[Any, list[Any]] | None:
     return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
 
 
-def loop_of(equation: Any) -> tuple[Any, int, int]:
+def loop_of(equation: JaxprEqn) -> tuple[Jaxpr, int, int]:
     """The jaxpr of a scan's step, how many constants it takes, and how many values it carries."""
-    jaxpr = equation.params["jaxpr"].jaxpr
+    jaxpr: Jaxpr = equation.params["jaxpr"].jaxpr
     carried = _alike(equation.outvars, jaxpr.outvars)  # ys lead with the steps
     return jaxpr, _alike(equation.invars, jaxpr.invars) - carried, carried
 
 
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+def _alike(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
     """How many of a scan's variables are of one type outside and inside: xs and ys are not."""
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
+    return sum(len(aval_of(a).shape) == len(aval_of(b).shape) for a, b in zip(outside, inside, strict=True))
 
 
-Calls = Callable[[Any], tuple[Any, list[Any]] | None]
+Called: TypeAlias = "tuple[Jaxpr, Leaves]"
+"""An open jaxpr that is called, and what it closes over."""
+
+Calls: TypeAlias = "Callable[[JaxprEqn], Called | None]"
 """From an equation to the jaxpr in its place and what that closes over, as `called` finds them; None: there is none."""
 
 
 def interpret(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    given: Sequence[Any],
-    each: Callable[[Any, list[Any]], Sequence[Any]],
-    constant: Callable[[Any, Any], Any] = lambda value, aval: value,
+    jaxpr: Jaxpr,
+    consts: Sequence[object],
+    given: Sequence[Value],
+    each: Callable[[JaxprEqn, list[Value]], Sequence[Value]],
+    constant: Callable[[Any, Aval], Value],
     into: Calls = called,
-) -> list[Any]:
+) -> list[Value]:
     """Goes through an open jaxpr with values of any kind, the equations of what it calls in place of the calls.
 
     Args:
@@ -81,10 +97,10 @@ def interpret(
         constant: the value of a constant, and of what the jaxpr closes over, from it and its type.
         into: what is gone into.
     """
-    held = map(constant, consts, (var.aval for var in jaxpr.constvars))
-    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True))
+    held = map(constant, consts, map(aval_of, jaxpr.constvars))
+    known: dict[Var, Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True))
 
-    def read(atoms: Sequence[Any]) -> list[Any]:
+    def read(atoms: Sequence[Any]) -> list[Value]:
         return [constant(atom.val, atom.aval) if hasattr(atom, "val") else known[atom] for atom in atoms]
 
     for equation in jaxpr.eqns:
@@ -94,24 +110,24 @@ def interpret(
     return read(jaxpr.outvars)
 
 
-def origins(jaxpr: Any, given: Sequence[Any], into: Calls = called) -> list[Any]:
+def origins(jaxpr: Jaxpr, given: Sequence[Value], into: Calls = called) -> list[Value | None]:
     """For each output of an open jaxpr what is given for the input that it is; None for one that is computed."""
     consts = [None] * len(jaxpr.constvars)
 
-    def computed(equation: Any, _: list[Any]) -> list[Any]:
+    def computed(equation: JaxprEqn, _: list[Value | None]) -> list[Value | None]:
         return [None] * len(equation.outvars)
 
     return interpret(jaxpr, consts, given, computed, lambda value, aval: None, into)
 
 
-def called_without_rule(equation: Any) -> tuple[Any, list[Any]] | None:
+def called_without_rule(equation: JaxprEqn) -> Called | None:
     """The jaxpr that an equation calls, and what that closes over; None for a function with a rule of its own."""
     return None if equation.primitive.name in _CALLS_WITH_RULES else called(equation)
 
 
-def equations_within(jaxpr: Any) -> list[Any]:
+def equations_within(jaxpr: Jaxpr) -> list[JaxprEqn]:
     """The equations of a jaxpr, each followed by those of the loops, branches and functions in it."""
-    found, waiting = list[Any](), list(reversed(jaxpr.eqns))
+    found, waiting = list["JaxprEqn"](), list(reversed(jaxpr.eqns))
     while waiting:
         equation = waiting.pop()
         found.append(equation)
@@ -120,12 +136,12 @@ def equations_within(jaxpr: Any) -> list[Any]:
     return found
 
 
-def holds(jaxpr: Any, names: frozenset[str]) -> bool:
+def holds(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
     """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
     return not names.isdisjoint(map(operator.attrgetter("primitive.name"), equations_within(jaxpr)))
 
 
-def reshards(jaxpr: Any) -> bool:
+def reshards(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr says how a value is to be spread over devices, where shardings are part of the type.
 
     What a step computes is then sharded otherwise than what it is given, or is computed on another mesh.
@@ -136,7 +152,7 @@ def reshards(jaxpr: Any) -> bool:
     )
 
 
-def has_reverse_rule(jaxpr: Any) -> bool:
+def has_reverse_rule(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr has a rule for reverse mode alone (`jax.custom_vjp`).
 
     In a rule of `jax.custom_jvp` it cannot be mapped any more: the gradient of a `jax.vmap` of it would fail.
@@ -144,7 +160,7 @@ def has_reverse_rule(jaxpr: Any) -> bool:
     return holds(jaxpr, _REVERSE_RULES)
 
 
-def has_symbolic_zeros(jaxpr: Any) -> bool:
+def has_symbolic_zeros(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr has a rule for reverse mode that is told which of its inputs are perturbed."""
     return any(
         equation.primitive.name in _REVERSE_RULES and bool(equation.params.get("symbolic_zeros"))
@@ -152,22 +168,22 @@ def has_symbolic_zeros(jaxpr: Any) -> bool:
     )
 
 
-def has_branches(jaxpr: Any) -> bool:
+def has_branches(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return holds(jaxpr, _BRANCHES)
 
 
-def branches_on_devices(jaxpr: Any) -> bool:
+def branches_on_devices(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr is a branch, and anything that it is given or returns varies over manual mesh axes.
 
     JAX then has to differentiate it itself, after it was mapped: the function that it can be told the transpose of
     (`_trace/transposed.py`) makes all that it reads vary, without regard to the types in what was traced.
     """
     variables = (*jaxpr.constvars, *jaxpr.invars, *variables_of(jaxpr.outvars))
-    return has_branches(jaxpr) and any(varying_axes(var.aval) for var in variables)
+    return has_branches(jaxpr) and any(varying_axes(aval_of(var)) for var in variables)
 
 
-def named_axes(jaxpr: Any) -> frozenset[Hashable]:
+def named_axes(jaxpr: Jaxpr | ClosedJaxpr) -> frozenset[Hashable]:
     """The named axes of `jax.vmap` over which anything in a jaxpr, open or closed, computes.
 
     The program is then another one once the map is done: JAX has no such axis where it asks for a derivative later.
@@ -175,12 +191,12 @@ def named_axes(jaxpr: Any) -> frozenset[Hashable]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
-    found = {effect.name for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS}
-    found |= _free_axes(getattr(jaxpr, "jaxpr", jaxpr))
+    found = {getattr(effect, "name", None) for effect in jaxpr.effects if type(effect).__name__ == NAMED_AXIS}
+    found |= _free_axes(cast("Jaxpr", getattr(jaxpr, "jaxpr", jaxpr)))
     return frozenset(name for name in found if name is not None and not hasattr(name, "__index__")) - manual
 
 
-def _free_axes(jaxpr: Any) -> set[Any]:
+def _free_axes(jaxpr: Jaxpr) -> set[Any]:
     """What the equations of an open jaxpr name as axes, but for the axes of the meshes that are mapped in it."""
     found = set[Any]()
     for equation in jaxpr.eqns:
@@ -191,20 +207,20 @@ def _free_axes(jaxpr: Any) -> set[Any]:
     return found
 
 
-def is_for_data_alone(jaxpr: Any) -> bool:
+def is_for_data_alone(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr must not run on what is no data, effects left aside."""
     return any(map(_is_for_data_alone, equations_within(jaxpr)))
 
 
-def _is_for_data_alone(equation: Any) -> bool:
+def _is_for_data_alone(equation: JaxprEqn) -> bool:
     if equation.primitive.name == "conv_general_dilated":  # XLA maps one in float64 by adding other rows times zero
-        return bool(equation.outvars[0].aval.dtype == np.float64)
+        return bool(aval_of(equation.outvars[0]).dtype == np.float64)
     return equation.primitive.name in _FOR_DATA_ALONE
 
 
-def jaxprs_within(equation: Any) -> list[Any]:
+def jaxprs_within(equation: JaxprEqn) -> list[Jaxpr]:
     """The jaxprs among the parameters of an equation."""
-    found = list[Any]()
+    found = list["Jaxpr"]()
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             jaxpr = getattr(item, "jaxpr", item)
@@ -213,10 +229,10 @@ def jaxprs_within(equation: Any) -> list[Any]:
     return found
 
 
-def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def with_jaxprs(params: dict[str, Any], change: Callable[[Any], object]) -> dict[str, Any]:
     """The parameters of an equation, with the jaxprs among them changed, closed or open."""
 
-    def of(value: Any) -> Any:
+    def of(value: Any) -> object:
         if type(value) in (tuple, list):
             return type(value)(map(of, value))
         return change(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else value
@@ -224,26 +240,26 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[st
     return {name: of(value) for name, value in params.items()}
 
 
-def silenced(jaxpr: Any) -> Any:
+def silenced(jaxpr: AnyJaxpr) -> AnyJaxpr:
     """A jaxpr, closed or not, without the callbacks that return nothing, in its loops and branches too."""
-    inner = getattr(jaxpr, "jaxpr", jaxpr)  # since JAX 0.12, an open jaxpr has itself there
+    inner: Any = getattr(jaxpr, "jaxpr", jaxpr)  # since JAX 0.12, an open jaxpr has itself there
     if inner is not jaxpr:
-        return jaxpr.replace(jaxpr=silenced(inner))
-    equations = [_silence_inner(eqn) for eqn in jaxpr.eqns if not _only_speaks(eqn)]
+        return cast(Any, jaxpr).replace(jaxpr=silenced(inner))
+    equations = [_silence_inner(eqn) for eqn in inner.eqns if not _only_speaks(eqn)]
     kinds = {type(effect) for eqn in equations for effect in eqn.effects}
-    return jaxpr.replace(eqns=equations, effects={effect for effect in jaxpr.effects if type(effect) in kinds})
+    return inner.replace(eqns=equations, effects={effect for effect in inner.effects if type(effect) in kinds})
 
 
-def _only_speaks(eqn: Any) -> bool:
+def _only_speaks(eqn: JaxprEqn) -> bool:
     """Whether an equation has effects and nothing else; one that writes to a mutable array has more."""
     return bool(eqn.effects) and not eqn.outvars and all(isinstance(var.aval, ShapedArray) for var in eqn.invars)
 
 
-def _silence_inner(eqn: Any) -> Any:
+def _silence_inner(eqn: JaxprEqn) -> JaxprEqn:
     """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
-    left = list[Any]()
+    left = list["Jaxpr | ClosedJaxpr"]()
 
-    def silence(jaxpr: Any) -> Any:
+    def silence(jaxpr: Jaxpr | ClosedJaxpr) -> Jaxpr | ClosedJaxpr:
         left.append(silenced(jaxpr))
         return left[-1]
 
@@ -253,10 +269,10 @@ def _silence_inner(eqn: Any) -> Any:
     return eqn.replace(params=params, effects=kept) if left else eqn
 
 
-def needed(equations: Sequence[Any], outputs: Sequence[Any], given: Iterable[Any] = ()) -> list[Any]:
+def needed(equations: Sequence[JaxprEqn], outputs: Sequence[Atom], given: Iterable[Var] = ()) -> list[JaxprEqn]:
     """Those of the equations that compute the outputs, from the inputs and from variables that are given."""
     known = set(given)
-    wanted, found = set(variables_of(outputs)) - known, list[Any]()
+    wanted, found = set(variables_of(outputs)) - known, list["JaxprEqn"]()
     for equation in reversed(equations):
         if not wanted.isdisjoint(equation.outvars):
             found.append(equation)
@@ -264,34 +280,35 @@ def needed(equations: Sequence[Any], outputs: Sequence[Any], given: Iterable[Any
     return found[::-1]
 
 
-def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tuple[list[Any], Any]:
+def alone(jaxpr: Jaxpr, equation: JaxprEqn, outputs: Sequence[Atom] | None = None) -> tuple[list[Var], Jaxpr]:
     """One equation of a jaxpr as a jaxpr: the variables that it takes, and it. It returns all outputs, or the given."""
     taken = list(dict.fromkeys(variables_of(equation.invars)))
     returned = list(equation.outvars) if outputs is None else list(outputs)
     return taken, jaxpr.replace(constvars=[], invars=taken, outvars=returned, eqns=[equation], effects=equation.effects)
 
 
-def evaluate_alone(jaxpr: Any, equation: Any, read: Sequence[Any]) -> list[Any]:
+def evaluate_alone(jaxpr: Jaxpr, equation: JaxprEqn, read: Sequence[object]) -> Leaves:
     """The results of one equation of a jaxpr, from the values that it reads."""
     taken, program = alone(jaxpr, equation)
     return eval_jaxpr(program, [], *(read[equation.invars.index(var)] for var in taken), propagate_source_info=True)
 
 
-def opened(jaxpr: Any) -> Any:
+def opened(jaxpr: Jaxpr) -> Jaxpr:
     """An open jaxpr that is given what it closes over, before its inputs."""
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
 
 
-def evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls) -> list[Any]:
+def evaluate_inlined(jaxpr: Jaxpr, consts: Sequence[object], given: Sequence[object], into: Calls) -> Leaves:
     """Evaluates an open jaxpr, with the equations of what it calls in place of the calls, where `into` gives them."""
-    return interpret(jaxpr, consts, given, lambda equation, read: evaluate_alone(jaxpr, equation, read), into=into)
+    each: Callable[[JaxprEqn, Leaves], Leaves] = functools.partial(evaluate_alone, jaxpr)
+    return interpret(jaxpr, consts, given, each, lambda value, aval: value, into)
 
 
-def inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls = called) -> Any:
+def inlined(jaxpr: Jaxpr, consts: Sequence[object], given: Sequence[object], into: Calls = called) -> ClosedJaxpr:
     """An open jaxpr as a closed one, with the equations of what it calls in place of the calls."""
     return jax.make_jaxpr(lambda *given: evaluate_inlined(jaxpr, consts, given, into))(*given)
 
 
-def values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+def values_of(atoms: Sequence[Any], values: Mapping[Var, Value]) -> list[Value]:
     """The values of variables and literals."""
     return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]

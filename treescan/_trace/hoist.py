@@ -16,11 +16,11 @@ import itertools
 import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .._avals import PyTree, TreeDef, as_arrays, is_weak, same_type, varying_axes
+from .._avals import Leaves, PyTree, TreeDef, as_arrays, is_weak, same_type, varying_axes
 from .._errors import BodyFault, speaking_of
 from .._loop.feed import Consts, Feed, one_step
 from .._loop.loop import Body, Loop, Step
@@ -31,6 +31,9 @@ from .equations import named_axes
 from .rewriting import is_rewriting
 from .steps import Lifted, Shapes, Traced, Untraced, shapes_of
 from .trace import Inputs, Trace, is_ref
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Var
 
 # The loop of a trace.
 
@@ -63,7 +66,6 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Loop:
         structure,
         y,
         jaxpr.out_avals[len(leaves) :],
-        jaxpr.jaxpr,
         inputs._replace(unchanged=split(fixed, inputs.state)[0]),
         changing,
         named_axes(jaxpr),
@@ -74,12 +76,12 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Loop:
     return loop.apart().having(step=step, consts=consts, state=state, trace=trace)
 
 
-def whole_state(loop: Loop) -> list[Any]:
+def whole_state(loop: Loop) -> Leaves:
     """The leaves of the whole state of a loop that `hoist` made, weak types settled."""
     return loop.hoisted.whole(loop.consts.unchanged, loop.state)
 
 
-def restoring(loop: Loop) -> Callable[[list[Any]], PyTree]:
+def restoring(loop: Loop) -> Callable[[Leaves], PyTree]:
     """What makes the whole state of those leaves that change, of a loop that `hoist` made."""
     return functools.partial(loop.hoisted.restore, loop.consts.unchanged)
 
@@ -144,7 +146,7 @@ def _kind(loop: Loop) -> Hashable:
     return loop.step, structure, tuple(map(_type, leaves)), of_layers, of_one
 
 
-def _type(leaf: Any) -> tuple[Any, ...]:
+def _type(leaf: object) -> tuple[Any, ...]:
     aval = jax.typeof(leaf)
     others = (getattr(aval, name, None) for name in ("weak_type", "sharding", "memory_space"))
     return tuple(aval.shape), aval.dtype, varying_axes(aval), *others
@@ -200,9 +202,9 @@ def lift(loop: Loop) -> Loop:
         return loop.having(turns=tuple(map(lift, loop.turns)))
     traced = loop.step
     assert isinstance(traced, Traced)
-    closed, numbers = list[Any](), dict[int, int]()  # the traces for several shapes close over the same values
+    closed, numbers = Leaves(), dict[int, int]()  # the traces for several shapes close over the same values
 
-    def number_of(var: Any, value: Any) -> int | None:
+    def number_of(var: Var, value: object) -> int | None:
         if is_ref(var):
             return None
         if id(value) not in numbers:
@@ -210,7 +212,7 @@ def lift(loop: Loop) -> Loop:
             closed.append(value)
         return numbers[id(value)]
 
-    places, jaxprs = dict[Shapes, tuple[int | None, ...]](), dict[Shapes, Any]()
+    places, jaxprs = dict[Shapes, tuple[int | None, ...]](), dict[Shapes, "ClosedJaxpr"]()
     for shapes, jaxpr in traced.jaxprs.items():
         places[shapes] = tuple(map(number_of, jaxpr.jaxpr.constvars, jaxpr.consts))
         # A rule for derivatives may not hold tracers: there are types in place of what is lifted.
@@ -251,7 +253,7 @@ def settled(loop: Loop) -> Loop:
     return loop.apart().having(state=jax.tree.unflatten(jax.tree.structure(loop.state), leaves))
 
 
-def trace_also(traced: Loop, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> Any:
+def trace_also(traced: Loop, loop: Loop, given: tuple[PyTree, Leaves, Feed], y_shapes: Shapes) -> ClosedJaxpr:
     """The trace of the step for other shapes of its arguments as well, on which it must do the same.
 
     Args:
@@ -293,18 +295,20 @@ class _Flat:
 
     __wrapped__ = property(operator.attrgetter("body.function"))
 
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[list[Any], PyTree]:
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Leaves, PyTree]:
         state, y = self.step(consts, state, feed)
         return jax.tree.leaves(state), y
 
 
-def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
+def _trace(
+    loop: Loop, structure: TreeDef, given: tuple[PyTree, Leaves, Feed]
+) -> tuple[ClosedJaxpr, tuple[Leaves, PyTree]]:
     consts, leaves, feed = given
     flat = _Flat(loop.body, loop.step, named_signature("consts", *loop.names))
     return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
 
 
-def _unchanged(jaxpr: Any, inputs: Inputs, changing: tuple[bool, ...]) -> tuple[bool, ...]:
+def _unchanged(jaxpr: ClosedJaxpr, inputs: Inputs, changing: tuple[bool, ...]) -> tuple[bool, ...]:
     """Which leaves of the state come back in their own place, and change nowhere else."""
     returned, may = jaxpr.jaxpr.outvars[: len(inputs.state)], is_rewriting()
     pairs = zip(inputs.state, returned, changing, strict=True)

@@ -75,5 +75,5 @@ def keys_of(tree: PyTree, impls: Impls) -> PyTree:
     return map_leaves(key_of, tree, impls)
 
 
-def _is_key(leaf: Any) -> bool:
+def _is_key(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and is_key(leaf)

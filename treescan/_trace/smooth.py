@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._avals import Array, PyTree, place_like
+from .._avals import Array, Aval, Leaves, PyTree, place_like
 from .._tree import Part
 
 
@@ -18,13 +18,13 @@ def is_smooth(leaf: Any) -> bool:
     return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype, jnp.inexact))
 
 
-def smooth_part(tree: Any) -> Part:
+def smooth_part(tree: PyTree) -> Part:
     """All leaves of a tree that can have a tangent."""
     leaves, structure = jax.tree.flatten(tree)
     return Part(structure, tuple(map(is_smooth, leaves)))
 
 
-def nonzero_part(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
+def nonzero_part(tree: PyTree, tangents: PyTree) -> tuple[Part, Leaves]:
     """Which leaves have a tangent that is not known to be zero, and these tangents."""
     leaves, structure = jax.tree.flatten(tree)
     d_leaves = jax.tree.leaves(tangents)
@@ -32,18 +32,18 @@ def nonzero_part(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
     return Part(structure, on), [d for d, is_on in zip(d_leaves, on, strict=True) if is_on]
 
 
-def zeros_like(leaf: Any) -> Array:
+def zeros_like(leaf: Array | Aval) -> Array:
     """A tangent of zero, of the type of a leaf, or of this type."""
     aval = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
     return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
-def instantiated(tangent: Any, like: Array) -> Array:
+def instantiated(tangent: Array | SymbolicZero, like: Array) -> Array:
     """A tangent as an array, zero or not."""
     return zeros_like(like) if isinstance(tangent, SymbolicZero) else tangent
 
 
-def no_tangent(leaf: Any) -> Any:
+def no_tangent(leaf: Array) -> Any:
     """What represents the tangent of a leaf that has none."""
     return zero_from_primal(leaf, symbolic_zeros=True)
 

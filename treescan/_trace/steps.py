@@ -5,17 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import PyTree, TreeDef, as_arrays
+from .._avals import Array, Aval, Leaves, PyTree, TreeDef, as_arrays
 from .._loop.feed import Consts, Feed, Flag
 from .._loop.loop import Step
 from .._tree import merge, split
 from .equations import silenced
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -30,16 +33,14 @@ class Traced:
         y: the structure of y.
     """
 
-    jaxprs: dict[Shapes, Any]
+    jaxprs: dict[Shapes, ClosedJaxpr]
     fixed: tuple[bool, ...]
     y: TreeDef
 
-    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+    def __call__(self, consts: Consts, state: Leaves, feed: Feed) -> tuple[Leaves, PyTree]:
         return self.evaluate(None, consts, state, feed)
 
-    def evaluate(
-        self, closed: list[Any] | None, consts: Consts, state: list[Any], feed: Feed
-    ) -> tuple[list[Any], PyTree]:
+    def evaluate(self, closed: Leaves | None, consts: Consts, state: Leaves, feed: Feed) -> tuple[Leaves, PyTree]:
         """Runs the trace; `closed` is what the body closes over; None: what it closed over in the trace."""
         leaves = self._leaves(consts, state, feed)
         jaxpr = self.jaxprs[shapes_of(leaves)]
@@ -49,11 +50,11 @@ class Traced:
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
 
-    def shapes(self, consts: Consts, state: list[Any], feed: Feed) -> Shapes:
+    def shapes(self, consts: Consts, state: Leaves, feed: Feed) -> Shapes:
         """Under which a trace is found."""
         return shapes_of(self._leaves(consts, state, feed))
 
-    def _leaves(self, consts: Consts, state: list[Any], feed: Feed) -> list[Any]:
+    def _leaves(self, consts: Consts, state: Leaves, feed: Feed) -> Leaves:
         return jax.tree.leaves((consts.inner, merge(self.fixed, consts.unchanged, state), feed))
 
 
@@ -74,7 +75,7 @@ class Lifted:
     traced: Traced
     places: dict[Shapes, tuple[int | None, ...]]
 
-    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+    def __call__(self, consts: Consts, state: Leaves, feed: Feed) -> tuple[Leaves, PyTree]:
         traced = self.silenced().traced if SILENT.on(consts) else self.traced
         shapes, closed = traced.shapes(consts, state, feed), consts.closed or ()
         pairs = zip(self.places[shapes], traced.jaxprs[shapes].consts, strict=True)
@@ -93,12 +94,12 @@ class Untraced:
     step: Step
     structure: TreeDef
 
-    def __call__(self, consts: Consts, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+    def __call__(self, consts: Consts, state: Leaves, feed: Feed) -> tuple[Leaves, PyTree]:
         new, y = as_arrays(self.step(consts.inner, jax.tree.unflatten(self.structure, state), feed))
         return jax.tree.leaves(new), y
 
 
-def array_of(value: Any, aval: Any) -> Any:
+def array_of(value: object, aval: Aval) -> Array:
     """A constant that a step returns comes out of its jaxpr as a plain number."""
     if isinstance(value, jax.Array):
         return value

@@ -6,12 +6,12 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jax.core import ShapedArray
 
-from .._avals import PyTree, TreeDef
+from .._avals import Aval, Leaves, PyTree, TreeDef
 from .._loop.feed import Feed
 from .._tree import merge
 from .equations import (
@@ -27,6 +27,10 @@ from .equations import (
     silenced,
 )
 
+if TYPE_CHECKING:
+    from jax.core import Atom
+    from jax.extend.core import ClosedJaxpr, Jaxpr
+
 _NAMED_AXIS = frozenset({NAMED_AXIS})
 
 _REPEATED = _NAMED_AXIS | {"DebugEffect", "OrderedDebugEffect", "ErrorEffect"}  # the last: checkify
@@ -35,12 +39,12 @@ _REPEATED = _NAMED_AXIS | {"DebugEffect", "OrderedDebugEffect", "ErrorEffect"}  
 _WRITES = frozenset({"AccumEffect", "WriteEffect"})
 
 
-def _effects_of(jaxpr: Any) -> set[str]:
+def _effects_of(jaxpr: Jaxpr) -> set[str]:
     """The kinds of the effects of a jaxpr."""
     return {type(effect).__name__ for effect in jaxpr.effects}
 
 
-def is_ref(var: Any) -> bool:
+def is_ref(var: Atom) -> bool:
     """Whether a variable is a mutable array."""
     return not isinstance(var.aval, ShapedArray)
 
@@ -56,9 +60,9 @@ class Inputs(NamedTuple):
     """
 
     consts: PyTree
-    state: list[Any]
+    state: Leaves
     feed: Feed
-    unchanged: Sequence[Any] = ()
+    unchanged: Sequence[object] = ()
 
 
 _NOTHING = Inputs(None, [], Feed(None))
@@ -73,7 +77,6 @@ class Trace:
         structure: of that state.
         y: the types of one step's y; None if nothing was traced.
         y_avals: the same for each leaf, as JAX has them in a trace.
-        jaxpr: one step, open; None if nothing was traced, or if loops take turns.
         inputs: the inputs of `jaxpr` by name.
         changing: for each leaf of the state of before whether something else than the step changes it.
         axes: the named axes of `jax.vmap` over which it computes.
@@ -83,14 +86,18 @@ class Trace:
     fixed: tuple[bool, ...]
     structure: TreeDef
     y: PyTree = None
-    y_avals: Sequence[Any] = ()
-    jaxpr: Any = None
+    y_avals: Sequence[Aval] = ()
     inputs: Inputs = _NOTHING
     changing: tuple[bool, ...] = ()
     axes: frozenset[Hashable] = frozenset()
-    programs: tuple[Any, ...] = ()
+    programs: tuple[Jaxpr, ...] = ()
 
-    def around(self, jaxpr: Any) -> Trace:
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """One step, open, of a loop that was traced and takes no turns with others."""
+        return self.programs[0]
+
+    def around(self, jaxpr: ClosedJaxpr) -> Trace:
         """The trace with what an option has put around the step, which is now this jaxpr."""
         return dataclasses.replace(self, axes=self.axes | named_axes(jaxpr), programs=(*self.programs, jaxpr.jaxpr))
 
@@ -158,10 +165,10 @@ class Trace:
         same = {*jax.tree.leaves(self.inputs.consts), *self.inputs.unchanged}
         return tuple(var not in same for var in self.jaxpr.invars)
 
-    def whole(self, unchanged: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
+    def whole(self, unchanged: Sequence[object], changed: Sequence[object]) -> Leaves:
         """The leaves of the whole state, from those that no step changes and the others."""
         return merge(self.fixed, unchanged, changed)
 
-    def restore(self, unchanged: Sequence[Any], changed: Sequence[Any]) -> PyTree:
+    def restore(self, unchanged: Sequence[object], changed: Sequence[object]) -> PyTree:
         """The whole state in its structure."""
         return jax.tree.unflatten(self.structure, self.whole(unchanged, changed))

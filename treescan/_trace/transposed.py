@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._avals import PyTree
+from .._avals import Leaves, PyTree
 from .smooth import fill_in, nonzero_part, smooth_part, zeros_like
 from .ties import tie
 
@@ -82,7 +82,7 @@ def push_plainly(function: Callable[[Any], Any], given: PyTree, d_given: PyTree,
     part, d_on = nonzero_part(given, d_given)
     on, off = part.split(given)
 
-    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
+    def of_smooth(on: Leaves) -> tuple[Leaves, Any]:
         result = function(part.join(on, off))
         return smooth_part(result).split(result)[0], result
 
