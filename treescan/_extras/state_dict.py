@@ -6,12 +6,13 @@ import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeGuard, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import Sharding
 
 from .._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf, exact_int, shape_of
 from .._errors import Cure, Fault, LayerFault, Row, TypeMisuse, expect, verb, warn_user
@@ -21,13 +22,19 @@ from .._tree import thaw_static
 
 Ignores: TypeAlias = Callable[[str], bool]
 
+Read: TypeAlias = Array | np.ndarray
+"""An array as it was read: of JAX, or on the host."""
 
-def _is_several(tree: Any) -> bool:
+Layers: TypeAlias = Sequence[tuple[int, Mapping[str, Read]]]
+"""The arrays of layers by their names, each layer with its number among all."""
+
+
+def _is_several(tree: object) -> TypeGuard[Sequence[object]]:
     """Whether a tree may be a sequence of stacks or of layers, which has no class of its own."""
     return type(tree) in (list, tuple)
 
 
-def _check_sequence(given: Any, name: str) -> tuple[Any, ...]:
+def _check_sequence(given: object, name: str) -> tuple[PyTree, ...]:
     """A sequence with one item for each stack.
 
     Raises:
@@ -42,7 +49,7 @@ def _check_sequence(given: Any, name: str) -> tuple[Any, ...]:
     )
 
 
-def _one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
+def _one_each(given: object, count: int, name: str) -> tuple[object, ...]:
     """What is given once for all stacks, or in a sequence with one for each.
 
     Raises:
@@ -103,9 +110,9 @@ def full_name(prefix: str, number: int, name: str) -> str:
     return ".".join(part for part in (prefix, str(number), name) if part)
 
 
-def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) -> list[dict[str, Any]]:
+def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) -> list[dict[str, Read]]:
     """For each layer its arrays by name, but for those that are ignored."""
-    found: dict[int, dict[str, Any]] = {}
+    found: dict[int, dict[str, Read]] = {}
     pattern = re.compile(rf"{re.escape(prefix + '.' if prefix else '')}(0|[1-9]\d*)(?:\.(.+))?", re.DOTALL)
     for name, value in state.items():
         match = pattern.fullmatch(name) if isinstance(name, str) else None
@@ -186,14 +193,14 @@ def _check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
         )
 
 
-def _check_prefix(prefix: Any) -> str:
+def _check_prefix(prefix: str) -> str:
     """The prefix, without a dot at its end."""
     before = 'It is the text before the number: `prefix="model.layers"`.'
     expect(isinstance(prefix, str), "prefix", "a string", prefix, before)
     return prefix.removesuffix(".")
 
 
-def _check_mapping(names: Any) -> Mapping[str, str]:
+def _check_mapping(names: object) -> Mapping[str, str]:
     """What the checkpoint calls leaves."""
     if names is not None and not isinstance(names, Mapping):
         raise TypeMisuse(
@@ -203,7 +210,7 @@ def _check_mapping(names: Any) -> Mapping[str, str]:
     return names or {}
 
 
-def _check_ignore(ignore: Any) -> Ignores:
+def _check_ignore(ignore: IgnoreLike) -> Ignores:
     """Whether a name is ignored, from what the user said: patterns, or a function."""
     if ignore is None:
         return lambda name: False
@@ -223,6 +230,7 @@ def _check_ignore(ignore: Any) -> Ignores:
 Layer = TypeVar("Layer")
 Order: TypeAlias = Literal["turns"] | Sequence[int]
 Names: TypeAlias = Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
+IgnoreLike: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
 _SEVERAL = (
     'If it is a sequence of {what}, `order` must say how their layers are numbered: `order="turns"` for a pattern.'
 )
@@ -241,14 +249,14 @@ class _Wanted(NamedTuple):
     like: PyTree
     names: list[str]
     leaves: dict[str, Any]
-    layers: list[tuple[int, Mapping[str, Any]]]
+    layers: Layers
 
 
 class ReadOptions(TypedDict, total=False):
     """What `layers_from_state_dict` takes by name with and without `like`."""
 
     prefix: str
-    ignore: str | Iterable[str] | Callable[[str], bool] | None
+    ignore: IgnoreLike
     shardings: PyTree
 
 
@@ -267,7 +275,7 @@ class ReadLayers(ReadOptions, total=False):
 
 
 @overload
-def layers_from_state_dict(state: Mapping[str, Any], like: None = None, **options: Unpack[ReadDicts]) -> Any: ...
+def layers_from_state_dict(state: Mapping[str, Any], like: None = None, **options: Unpack[ReadDicts]) -> PyTree: ...
 @overload
 def layers_from_state_dict(state: Mapping[str, Any], like: Layer, **options: Unpack[ReadLayers]) -> Layer: ...
 @verb
@@ -276,11 +284,11 @@ def layers_from_state_dict(
     like: PyTree = None,
     *,
     prefix: str = "layers",
-    names: Any = None,
-    order: Any = None,
-    ignore: Any = None,
+    names: Names = None,
+    order: Order | None = None,
+    ignore: IgnoreLike = None,
     shardings: PyTree = None,
-) -> Any:
+) -> PyTree:
     """Makes a stack from the layers of a flat checkpoint, whose arrays are named `{prefix}.{number}.{name}`.
 
     Args:
@@ -414,7 +422,7 @@ def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dic
     return [{name: layer[name] for name in own} for layer in layers]
 
 
-def _names_of_each(names: Any, stacks: Sequence[PyTree]) -> list[Mapping[str, str]]:
+def _names_of_each(names: Names, stacks: Sequence[PyTree]) -> list[Mapping[str, str]]:
     """What each of several stacks calls its leaves. A single mapping is about the leaves of all."""
     if _is_several(names):
         return [_check_mapping(each) for each in _one_each(names, len(stacks), "names")]
@@ -423,9 +431,7 @@ def _names_of_each(names: Any, stacks: Sequence[PyTree]) -> list[Mapping[str, st
     return [{path: name for path, name in names.items() if path in own} for own in known]
 
 
-def _several(
-    layers: Sequence[tuple[int, Mapping[str, Any]]], likes: tuple[PyTree, ...] | None, names: Any, places: Sequence[int]
-) -> list[_Wanted]:
+def _several(layers: Layers, likes: tuple[PyTree, ...] | None, names: Names, places: Sequence[int]) -> list[_Wanted]:
     """What is wanted of several stacks, with the layers of each."""
     count = max(places) + 1 if likes is None else len(likes)
     each = [[layer for layer, place in zip(layers, places, strict=True) if place == i] for i in range(count)]
@@ -440,7 +446,7 @@ def _several(
     return list(map(_wanted, each, likes, _names_of_each(names, likes)))
 
 
-def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names: Mapping[str, str]) -> _Wanted:
+def _wanted(layers: Layers, like: PyTree, names: Mapping[str, str]) -> _Wanted:
     """What each layer of a stack must have."""
     if like is None:
         if names:
@@ -456,7 +462,7 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
     return _Wanted(frozen, own, dict(zip(own, jax.tree.leaves(frozen), strict=True)), list(layers))
 
 
-def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[Any]:
+def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[PyTree]:
     """The stacks, once every layer is found to have what is wanted.
 
     Raises:
@@ -495,7 +501,7 @@ def _differences(part: _Wanted, prefix: str) -> list[Row]:
     return rows
 
 
-def _shape(value: Any, none: str) -> str:
+def _shape(value: object, none: str) -> str:
     """A shape for a message; what it has for None."""
     return none if value is None else f"[{','.join(map(str, shape_of(value) or ()))}]"
 
@@ -518,10 +524,10 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
         )
 
 
-def _join_all(part: _Wanted, shardings: PyTree) -> Any:
+def _join_all(part: _Wanted, shardings: PyTree) -> PyTree:
     """The stack of one kind of layers."""
     structure: TreeDef = jax.tree.structure(part.like)
-    places: Sequence[Any] = [None] * len(part.names)
+    places: Sequence[Sharding | None] = [None] * len(part.names)
     if shardings is not None:
         first = part.layers[0][1]
         types = jax.tree.unflatten(structure, [first[name] for name in part.names])
@@ -533,9 +539,9 @@ def _join_all(part: _Wanted, shardings: PyTree) -> Any:
     return {name: whole[name] for name in part.like} if type(whole) is dict else whole  # which JAX has sorted
 
 
-def _join(leaves: Sequence[Any], place: Any) -> Any:
+def _join(leaves: Sequence[Read], place: Sharding | None) -> Read:
     if any(isinstance(leaf, jax.Array) for leaf in leaves):
-        whole: Any = jnp.stack(list(map(jnp.asarray, leaves)))
+        whole: Read = jnp.stack(list(map(jnp.asarray, leaves)))
     else:
         whole = np.stack(leaves)
     return whole if place is None else jax.device_put(whole, place)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ class MapChunk:
     frozen: bool
     out_axes: Prefix | None
 
-    def __call__(self, consts: list[Any], state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+    def __call__(self, consts: list[Array], state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         cut = [jnp.moveaxis(x, 0, axis) for x, axis in zip(feed.x, _numbers(self.axes), strict=True)]
         chunk = jax.tree.unflatten(self.structure, merge([axis is None for axis in self.axes], consts, cut))
         chunk = thaw_static(chunk) if self.frozen else chunk
@@ -73,7 +73,7 @@ class MapChunk:
     def _lead(self, y: PyTree, out_axes: PyTree) -> PyTree:
         """The results with the entries of the chunk in front."""
         axes = spread_axes("out_axes", out_axes, y, "y")
-        rows, leaves = list[Row](), list[Any]()
+        rows, leaves = list[Row](), list[Array]()
         for (path, leaf), axis in zip(leaves_with_path("y", y), axes, strict=True):
             shape = shape_of(leaf) or ()
             if -len(shape) <= (at := axis or 0) < len(shape) and shape[at] == self.size:
@@ -153,7 +153,7 @@ class InChunks(Transform):
         loop = loop.having(step=step, consts=whole, xs=Feed(xs, valid=valid))
         return loop if self.out_axes is None else loop.finished(ys=self._joined)
 
-    def _cut(self, leaf: Any, axis: int, chunks: int) -> Array:
+    def _cut(self, leaf: Array, axis: int, chunks: int) -> Array:
         """A leaf in chunks, [chunks, size, ...]."""
         leaf = in_groups(jnp.moveaxis(leaf, axis, 0), 0, self.groups)
         start, count = self.start // self.groups, chunks * self.size // self.groups

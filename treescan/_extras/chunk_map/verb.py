@@ -41,7 +41,7 @@ def chunk_map(
     remat: RematLike | None = "step",
     unroll: int | bool = 1,
     progress: ProgressLike = None,
-) -> Any:
+) -> PyTree:
     """Calls a function on chunks of `xs`, one after the other, in the memory of one chunk.
 
     The result is that of `f(xs)`, for a function that treats entries independently. With `reduce="sum"` it is the sum
@@ -212,7 +212,7 @@ def _joined(most: Array, last: Array, axis: int, groups: int) -> Array:
     return jax.lax.collapse(both, axis, axis + 2)
 
 
-def _others(leaf: Any, axis: Any, out: Prefix | None) -> tuple[int, ...]:
+def _others(leaf: Array, axis: int, out: Prefix | None) -> tuple[int, ...]:
     """The sizes of a leaf, but for that along which results are joined."""
     shape = list(leaf.shape)
     return tuple(shape if out is None else (shape.pop(axis), shape)[1])

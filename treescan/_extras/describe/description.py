@@ -12,6 +12,7 @@ from typing import Any
 from ..._errors import Misuse, verb as keeps_its_frame
 from ..._remat.budget import ASSUMED, describe_bytes
 from ..._text import WIDTH, Section, page, wrap
+from ..._types import RematLike
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Plan:
         refusal: why the gradient cannot be taken.
     """
 
-    remat: Any
+    remat: RematLike | None
     used: bool
     sizes: tuple[int, ...]
     bytes: int | None
@@ -116,8 +117,14 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _stacked(row: Sequence[str]) -> str:
     """A row whose cells are too wide for one line: the second begins the line, the others follow where they fit."""
-    indents: dict[str, Any] = {"initial_indent": _INDENT, "subsequent_indent": _INDENT * 3}
-    return textwrap.fill(_GAP.join(filter(None, row)), WIDTH, **indents, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        _GAP.join(filter(None, row)),
+        WIDTH,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT * 3,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 _MOST = 12
@@ -159,7 +166,7 @@ def _leaves(of: Description) -> Iterator[Sequence[str]]:
             yield "", f"and {len(leaves) - _MOST} more", "", describe_bytes(_sum(leaves[_MOST:]))
 
 
-def _sum(parts: Iterable[Any]) -> int:
+def _sum(parts: Iterable[Leaf | Saved]) -> int:
     return sum(part.bytes for part in parts)
 
 
@@ -196,7 +203,7 @@ def _gradient(of: Description) -> Section:
     return Section(f"The gradient: {chunks}{tiers}", ("remat", "chunks", "needs", "evaluations"), rows, [note])
 
 
-def spelled(remat: Any) -> str:
+def spelled(remat: RematLike | None) -> str:
     """A `remat` as the user would write it."""
     return f'"{remat}"' if isinstance(remat, str) else repr(remat)
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.core import AbstractValue, Atom
+from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 from ..._avals import bytes_of, describe_leaf, is_key
 from ..._errors import Misuse, describe_body
@@ -13,7 +15,9 @@ from ..._trace.blame import place_of
 from ..._trace.cost import count_operations
 from ..._trace.dependence import dependent
 from ..._trace.equations import called, jaxprs_within, loop_of
+from ..._transforms.call import Arguments
 from ..._transforms.program import Program, Taken
+from ..._types import RematLike
 from ..._until.end_early import EndEarly
 from .description import Description, Finding, Leaf
 from .plans import TracedBody, of_types, other_plans, plan_of, saved_by_steps, sharding_of, trace_bodies
@@ -41,7 +45,7 @@ def same_draws(body: TracedBody, unit: str) -> Iterator[Finding]:
         )
 
 
-def _draws_the_same(equation: Any, varying: list[bool]) -> bool:
+def _draws_the_same(equation: JaxprEqn, varying: list[bool]) -> bool:
     """Whether an equation, or one within it, draws with a key that does not vary from step to step."""
     if equation.primitive.name in _DRAWS:
         return not varying[0]
@@ -53,7 +57,7 @@ def _draws_the_same(equation: Any, varying: list[bool]) -> bool:
     return False
 
 
-def _within(equation: Any, inner: Any, varying: list[bool]) -> list[bool]:
+def _within(equation: JaxprEqn, inner: Jaxpr, varying: list[bool]) -> list[bool]:
     """Which inputs vary of a jaxpr that an equation runs, from which of its operands do."""
     if equation.primitive.name == "cond":
         return varying[1:]
@@ -107,7 +111,7 @@ def linear_carry(body: TracedBody) -> Iterator[Finding]:
         )
 
 
-def _done(jaxpr: Any, leaf: Any, state: list[Any], new: Any) -> set[str] | None:
+def _done(jaxpr: Jaxpr, leaf: Var, state: list[Var], new: Atom) -> set[str] | None:
     """What is done with a leaf of the state: "times" (perhaps a "matrix"), "plus", by what is not; None: more."""
     affine, other = {leaf: set[str]()}, set(state) - {leaf}
     for equation in jaxpr.eqns:
@@ -117,20 +121,22 @@ def _done(jaxpr: Any, leaf: Any, state: list[Any], new: Any) -> set[str] | None:
         alone = len(found) == 1 and (name != "div" or equation.invars[0] in affine)
         if name == "dot_general":  # a product of the last axis of the leaf and a matrix
             (left, _), _ = equation.params["dimension_numbers"]
-            first = equation.invars[0] in affine
-            alone = alone and (left == (leaf.aval.ndim - 1,) if first else leaf.aval.ndim == 1)
+            first, rank = equation.invars[0] in affine, len(_shape(leaf.aval))
+            alone = alone and (left == (rank - 1,) if first else rank == 1)
         fits = name in _SUMS or name in _SAME or (kind == "times" and alone)
-        whole = all(variable.aval.shape == leaf.aval.shape for variable in equation.outvars)
+        whole = all(_shape(variable.aval) == _shape(leaf.aval) for variable in equation.outvars)
         if any(atom in other for atom in atoms) or (found and not (fits and whole)):
             other.update(equation.outvars)
         elif found:
             before = set[str]().union(*(affine[atom] for atom in found))
             now = {kind} | ({"matrix"} if name == "dot_general" else set()) if kind and alone else set[str]()
             affine[equation.outvars[0]] = before | now
-    return None if hasattr(new, "val") else affine.get(new)
+    return affine.get(new) if isinstance(new, Var) else None
 
 
-def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any], Taken]) -> Description:
+def gather(
+    verb: str, unit: str, taken: Taken, remat: RematLike | None, retake: Callable[[RematLike | None], Taken]
+) -> Description:
     """What is known of a call. Its bodies are traced; nothing is run.
 
     Args:
@@ -146,7 +152,7 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
     calls = program.call.each
     call, unit = calls[-1], unit if len(calls) == 1 else "period"
 
-    def look(given: Any) -> dict[str, Any]:
+    def look(given: Arguments) -> dict[str, Any]:
         bodies = trace_bodies(program, taken.given, given)
         found = list[Finding]()
         for body, own in zip(bodies, calls, strict=True):
@@ -211,7 +217,11 @@ def _of_bodies(bodies: list[TracedBody]) -> dict[str, Any]:
     }
 
 
-def _leaf(path: str, aval: Any, value: Any = None, changes: bool = True, rows: int | None = None) -> Leaf:
-    whole = value is not None and getattr(value, "shape", ()) == aval.shape
+def _leaf(path: str, aval: AbstractValue, value: Any = None, changes: bool = True, rows: int | None = None) -> Leaf:
+    whole = value is not None and getattr(value, "shape", ()) == _shape(aval)
     types = describe_leaf(value) if whole else str(aval)
     return Leaf(path, types, bytes_of(aval), sharding_of(value), changes, rows)
+
+
+def _shape(aval: AbstractValue) -> tuple[int, ...]:
+    return getattr(aval, "shape", ())

@@ -11,17 +11,17 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
-from ..._avals import describe_argument
+from ..._avals import PyTree, describe_argument
 from ..._errors import Fault, Misuse, TreescanError, TypeMisuse, verb as keeps_its_frame
 from ..._options.progress.meters import NOBODY, RUNS, Progress, Report, Site
 from ..._remat.budget import describe_bytes
 from ..._text import Section, page, wrap
 from ..._transforms.program import Taken
-from ..._types import Remat
+from ..._types import Remat, RematLike
 from .description import axes_of, section_text, spelled
 from .plans import OTHERS, Refused, gradient_of, reason_of
 
-PLANS = (*OTHERS, Remat("everything_saveable", levels=2))
+PLANS: tuple[RematLike | None, ...] = (*OTHERS, Remat("everything_saveable", levels=2))
 """The plans that are measured if the user names none."""
 
 LEAST = 0.01
@@ -49,7 +49,7 @@ class Measured:
         refusal: why it was not measured.
     """
 
-    remat: Any
+    remat: RematLike | None
     seconds: float | None = None
     fastest: float = 0.0
     slowest: float = 0.0
@@ -77,7 +77,7 @@ class Measurements:
 
     @property
     @keeps_its_frame
-    def best(self) -> Any:
+    def best(self) -> RematLike | None:
         """The plan whose gradient takes the least time, for the option `remat`.
 
         Raises:
@@ -86,7 +86,7 @@ class Measurements:
         return _fastest(self._ran)
 
     @keeps_its_frame
-    def within(self, budget: int) -> Any:
+    def within(self, budget: int) -> RematLike | None:
         """The fastest plan whose gradient needs at most so many bytes, for the option `remat`.
 
         Args:
@@ -176,7 +176,7 @@ class Measurements:
         return ax
 
 
-def _fastest(plans: Sequence[Measured]) -> Any:
+def _fastest(plans: Sequence[Measured]) -> RematLike | None:
     if not plans:
         raise Misuse("{verb}: no plan was measured.", "Print the measurements: they say why.")
     return min(plans, key=lambda plan: plan.seconds or 0.0).remat
@@ -201,7 +201,7 @@ class _Run:
         times: in seconds, of one run.
     """
 
-    call: Callable[[], Any]
+    call: Callable[[], object]
     bytes: int | None
     compile_seconds: float
     devices: list[Any]
@@ -215,7 +215,7 @@ class _Run:
             self.call()
         self.times.append((time.perf_counter() - began) / self.count)
 
-    def as_measured(self, remat: Any) -> Measured:
+    def as_measured(self, remat: RematLike | None) -> Measured:
         """What was measured, for a plan that makes this program."""
         middle, least, most = statistics.median(self.times), min(self.times), max(self.times)
         return Measured(remat, middle, least, most, self.bytes, self.compile_seconds, len(self.times))
@@ -223,9 +223,9 @@ class _Run:
 
 def measure(
     call: str,
-    retake: Callable[[Any], Taken],
+    retake: Callable[[RematLike | None], Taken],
     explained: Callable[[Exception], Exception],
-    plans: Sequence[Any],
+    plans: Sequence[RematLike | None],
     seconds: float,
     progress: Progress | None,
 ) -> Measurements:
@@ -271,7 +271,7 @@ def measure(
     return Measurements(call, f"{len(devices)} x {devices[0].device_kind}", tuple(measured))
 
 
-def _compiled(retake: Callable[[Any], Taken], remat: Any, known: dict[str, _Run]) -> _Run:
+def _compiled(retake: Callable[[RematLike | None], Taken], remat: RematLike | None, known: dict[str, _Run]) -> _Run:
     """The compiled gradient of a call under a plan, run once."""
     began, taken = time.perf_counter(), retake(remat)
     function, *arrays = gradient_of(taken.program, taken.given)
@@ -290,7 +290,7 @@ def _compiled(retake: Callable[[Any], Taken], remat: Any, known: dict[str, _Run]
     return known[text]
 
 
-def _check_arrays(arrays: Any) -> None:
+def _check_arrays(arrays: PyTree) -> None:
     """Refuses types and traced arrays, also those that the body closes over."""
     for leaf in jax.tree.leaves(arrays):
         if isinstance(leaf, Tracer):

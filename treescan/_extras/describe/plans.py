@@ -12,10 +12,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.core import Tracer, eval_jaxpr
+from jax.core import Atom, Tracer, eval_jaxpr
+from jax.extend.core import Jaxpr, Var
 
 from ... import _faster
-from ..._avals import LeafAxes, bytes_of
+from ..._avals import Array, LeafAxes, bytes_of
 from ..._errors import TreescanError
 from ..._loop.chunk import recomputes
 from ..._loop.feed import Consts, one_step
@@ -38,7 +39,7 @@ from ..._transforms.nest import in_rounds, ready
 from ..._transforms.plan import plan
 from ..._transforms.program import Program, Taken
 from ..._tree import leaves_with_path, merge, split
-from ..._types import Remat
+from ..._types import Remat, RematLike
 from ..._until.early_exit import plan_chunks
 from ..._until.end_early import EndEarly
 from .description import Plan, Saved
@@ -47,7 +48,7 @@ _DEEPEST = 4
 _T = TypeVar("_T")
 
 
-def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
+def named_constants(function: Callable[..., object], values: Sequence[Array]) -> list[str]:
     """For each array that a function closes over its path in the name that it has there, for example `params["w"]`.
 
     One that is not found, because the function makes it, is called by its number.
@@ -60,7 +61,7 @@ def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
     return [known.get(id(value), f"constant {number}") for number, value in enumerate(values)]
 
 
-def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _reachable(function: Callable[..., object], depth: int, seen: set[int]) -> Iterator[tuple[str, object]]:
     """What a function refers to, by the names that it uses: arguments of a partial, cells, globals, attributes."""
     if not depth or id(function) in seen:
         return
@@ -71,7 +72,7 @@ def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str,
             yield from _reachable(value, depth - 1, seen)
 
 
-def _named(function: Any) -> Iterator[tuple[str, Any]]:
+def _named(function: Callable[..., object]) -> Iterator[tuple[str, object]]:
     if isinstance(function, functools.partial):
         names = list[str]()
         with contextlib.suppress(TypeError, ValueError):
@@ -157,7 +158,7 @@ class TracedBody:
     rows: Rows | None = None
 
     @functools.cached_property
-    def jaxpr(self) -> Any:
+    def jaxpr(self) -> Jaxpr:
         """One step, on (consts, state, feed)."""
         loop = self.loop
         return jax.make_jaxpr(loop.step)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
@@ -187,17 +188,17 @@ class TracedBody:
         return jax.tree.unflatten(jax.tree.structure(self.loop.arrays), self.jaxpr.invars)
 
     @property
-    def constant_vars(self) -> list[Any]:
+    def constant_vars(self) -> list[Var]:
         """The inputs of the jaxpr that are `constants`."""
         return jax.tree.leaves(self.inputs.consts._replace(unchanged=()))[: len(self.constants)]
 
     @property
-    def x_vars(self) -> list[Any]:
+    def x_vars(self) -> list[Var]:
         """The inputs of the jaxpr that are scanned over."""
         return jax.tree.leaves(self.inputs.xs.x)[: len(self.x)]
 
     @property
-    def y_vars(self) -> list[tuple[str, Any]]:
+    def y_vars(self) -> list[tuple[str, Atom]]:
         """The outputs of the jaxpr with their paths."""
         outputs = self.jaxpr.outvars[len(self.loop.state) :]
         return [(path, var) for (path, _), var in zip(leaves_with_path("y", self.loop.hoisted.y), outputs, strict=True)]
@@ -248,13 +249,13 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     return TracedBody(call.body, loop, carried, list(fixed[counted:]), fed, shared, own, loop.rows)
 
 
-def sharding_of(value: Any) -> str | None:
+def sharding_of(value: object) -> str | None:
     """How an array is spread over devices; None where it is on one, or that is not known."""
     spec = spec_of(value)
     return None if not any(part is not None for part in spec) else f"P({', '.join(map(repr, spec))})"
 
 
-def spec_of(value: Any) -> Sequence[Any]:
+def spec_of(value: object) -> Sequence[object]:
     """For each axis of an array the mesh axes over which it is spread."""
     sharding = getattr(jax.typeof(value), "sharding", None) if isinstance(value, Tracer) else None
     sharding = sharding or getattr(value, "sharding", None)
@@ -262,7 +263,7 @@ def spec_of(value: Any) -> Sequence[Any]:
     return () if spec is None else tuple(getattr(spec, "partitions", spec))
 
 
-OTHERS = (None, "auto", "step", "nested", Remat(levels=3))
+OTHERS: tuple[RematLike | None, ...] = (None, "auto", "step", "nested", Remat(levels=3))
 """The plans that are shown beside that of the call."""
 
 
@@ -273,12 +274,12 @@ def of_types(function: Callable[[Arguments], _T], given: Arguments) -> _T:
     return found[0]
 
 
-def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
+def plan_of(taken: Taken, remat: RematLike | None, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, as an estimate, and the numbers of rows that its body is made for."""
     return of_types(functools.partial(_plan_of, taken.program, remat, used), taken.given)
 
 
-def _plan_of(program: Program, remat: Any, used: bool, given: Arguments) -> tuple[Plan, tuple[int, ...]]:
+def _plan_of(program: Program, remat: RematLike | None, used: bool, given: Arguments) -> tuple[Plan, tuple[int, ...]]:
     loop = whole = program.call.lay(given)
     for transform in program.transforms:
         whole = transform(whole)
@@ -302,7 +303,7 @@ _AROUND_STEPS = (Recompute, Skip, KeepOutputs, ShowProgress)
 """The transforms that leave a step as it is, and say what is made of many."""
 
 
-def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
+def other_plans(own: Plan, retake: Callable[[RematLike | None], Taken]) -> Iterator[Plan]:
     """What the same call needs under other plans, as far as its verb takes them. Those that differ in nothing are one.
 
     Args:
@@ -310,7 +311,9 @@ def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
         retake: the same call with another `remat`.
     """
     seen = {(own.sizes, own.bytes, own.evaluations)}
-    for other in (other for other in OTHERS if _spelled_out(other) != _spelled_out(own.remat)):
+    for other in OTHERS:
+        if _spelled_out(other) == _spelled_out(own.remat):
+            continue
         with contextlib.suppress(Exception):  # the verb or JAX does not take it, and nobody asked for it
             plan, _ = plan_of(retake(other), other, used=False)
             key = (plan.sizes, plan.bytes, plan.evaluations)
@@ -319,17 +322,17 @@ def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
                 yield plan
 
 
-def _spelled_out(remat: Any) -> Any:
+def _spelled_out(remat: RematLike | None) -> RematLike | None:
     plans = {"step": Remat(levels=1), "nested": Remat(levels=2)}
     remat = plans.get(remat, remat) if isinstance(remat, str) else remat
-    return dataclasses.replace(remat, levels=1) if remat == Remat() else remat
+    return Remat(levels=1) if remat == Remat() else remat
 
 
 class Refused(Exception):
     """There is no gradient; the text says why."""
 
 
-def gradient_of(program: Program, given: Arguments) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
+def gradient_of(program: Program, given: Arguments) -> tuple[Callable[..., list[Array]], list[Array], list[Array]]:
     """The gradient of the sum of the squares of all results of a program.
 
     It is a function of all floating-point arrays that the program reads, and of its other arrays. Both come with it.
@@ -345,7 +348,7 @@ def gradient_of(program: Program, given: Arguments) -> tuple[Callable[..., list[
     if has_symbolic_zeros(closed.jaxpr):  # JAX runs such a rule once: a gradient that perturbs other inputs would fail
         raise Refused("a `jax.custom_vjp` in it has symbolic zeros, and JAX runs such a rule only once")
 
-    def loss(smooth: list[Any], others: list[Any]) -> Any:
+    def loss(smooth: list[Array], others: list[Array]) -> Array:
         whole = merge(floats, smooth, others)
         results = eval_jaxpr(closed.jaxpr, whole[:count], *whole[count:])
         squares = [jnp.square(jnp.real(leaf)).sum(dtype=jnp.float32) for leaf in results if is_smooth(leaf)]
@@ -377,6 +380,6 @@ def _cut_of(program: Program, loop: Loop) -> tuple[tuple[int, ...], budget.Cut]:
     return tuple(level.size for level in parts), budget.Cut(recomputed, again)
 
 
-def _recomputes_steps(step: Any) -> bool:
+def _recomputes_steps(step: object) -> bool:
     inner = getattr(step, "steps", ()) or filter(None, [getattr(step, "step", None)])
     return isinstance(step, Checkpointed) or any(map(_recomputes_steps, inner))

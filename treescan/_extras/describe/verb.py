@@ -162,7 +162,7 @@ def _plan_of_layers(blocks: PreparedLayers, remat: Remat | None, given: Argument
     return dataclasses.replace(plan, needed_bytes=plan.needed_bytes + sum(map(bytes_of, carried)))  # their gradient
 
 
-_VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {
+_VERBS: dict[Callable[..., object], tuple[Mapping[str, str], int]] = {
     scan: (STEP_WORDS, 0),
     fold: (RAGGED_WORDS, 0),
     accumulate: (RAGGED_WORDS, 0),
@@ -297,13 +297,15 @@ def measure_remat(
     raise explained
 
 
-def _named(verb: Any) -> str:
+def _named(verb: object) -> str:
     """A function by its name and package: JAX has a `scan` too."""
     package = callable(verb) and str(getattr(verb, "__module__", "")).partition(".")[0]
     return describe_argument(verb) + (f" of `{package}`" if package else "")
 
 
-def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Taken]:
+def _taking(
+    own: str, verb: Callable[..., object], args: tuple[Any, ...], options: dict[str, Any]
+) -> Callable[..., Taken]:
     """What takes a call from its verb: as it was given, or with another `remat`."""
     if not any(verb is other for other in _VERBS):
         named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
@@ -319,7 +321,7 @@ def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any])
     return taken
 
 
-def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Exception:
+def _explained(error: Exception, verb: object, args: tuple[Any, ...], options: dict[str, Any]) -> Exception:
     """An error of a call that was taken from its verb, in the words of that verb."""
     words, place = next((known for other, known in _VERBS.items() if other is verb), (STEP_WORDS, 0))
     body, init = (
@@ -340,7 +342,7 @@ def _refuse_details(progress: Progress | None) -> None:
         )
 
 
-def _check_plans(plans: Any) -> tuple[Any, ...]:
+def _check_plans(plans: Sequence[RematLike | None] | None) -> tuple[RematLike | None, ...]:
     """The plans, as a tuple."""
     if plans is None:
         return PLANS

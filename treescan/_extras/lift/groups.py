@@ -131,7 +131,7 @@ _SCANNED = Root("variables", numbered=True, axes="variable_axes")
 named_roots(GroupOutputs, y=Root("y"), variables=_SCANNED, broadcast=Root("variables", numbered=True))
 
 
-CallStep = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, Groups]]
+CallStep = Callable[[Groups, Rngs, PyTree, tuple[PyTree, ...]], tuple[PyTree, PyTree, Groups]]
 """(variables, rngs, carry, args) to (carry, y, variables)."""
 
 Again = Callable[[PyTree, bool], PyTree]
@@ -148,11 +148,11 @@ class GroupStep:
     """
 
     call: CallStep
-    function: Any
+    function: Callable[..., object]
     whole: tuple[Part, list[Any]] | None = None
 
     @property
-    def __wrapped__(self) -> Any:
+    def __wrapped__(self) -> Callable[..., object]:
         return self.function
 
     @property
@@ -161,7 +161,7 @@ class GroupStep:
         return inspect.Signature([inspect.Parameter(name, kind) for name in LIFT.takes])
 
     def __call__(
-        self, state: State, variables: tuple[PyTree, ...], rngs: Rngs, args: tuple[Any, ...], broadcast: PyTree
+        self, state: State, variables: tuple[PyTree, ...], rngs: Rngs, args: tuple[PyTree, ...], broadcast: PyTree
     ) -> tuple[State, GroupOutputs]:
         """Calls the user's function with one step's share of everything."""
         groups = Groups(broadcast, state.variables, variables)
@@ -248,7 +248,13 @@ _KEYS = Prefix.of(StepInputs(False, Rngs(True, True), False))
 
 
 def _prepare(
-    step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
+    step: GroupStep,
+    roles: Roles,
+    groups: Groups,
+    rngs: Rngs,
+    carry: PyTree,
+    args: tuple[PyTree, ...],
+    again: Again | None,
 ) -> tuple[Prepared, ComputeOnce, tuple[Transform | None, ...]]:
     of_args = spread_axes("in_axes", roles.in_axes, args, "args", none=True)
     axes = StepInputs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
@@ -257,7 +263,7 @@ def _prepare(
     keys = Rngs(rngs.shared, split_keys(rngs.split, length))
     leaves, structure = jax.tree.flatten(args)
     numbers = [freeze_static(leaf, scalars=axis is None) for leaf, axis in zip(leaves, of_args, strict=True)]
-    given: Any = jax.tree.unflatten(structure, numbers)  # a number that all steps share is a part of the program
+    given: PyTree = jax.tree.unflatten(structure, numbers)  # a number that all steps share is a part of the program
     if roles.closes_over:
         part = Part(structure, tuple(axis is None for axis in of_args))
         whole, given = part.split(args)
@@ -302,7 +308,7 @@ def run_groups(
     groups: Groups,
     rngs: Rngs,
     carry: PyTree,
-    args: tuple[Any, ...],
+    args: tuple[PyTree, ...],
     again: Again | None = None,
 ) -> tuple[PyTree, PyTree, Groups]:
     """Runs the loop.
@@ -327,7 +333,7 @@ def run_groups(
 
 
 def broadcast_of(
-    step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
+    step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[PyTree, ...]
 ) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
     call, once, _ = _prepare(step, roles, groups, rngs, carry, args, None)
@@ -347,7 +353,7 @@ def _saved(roles: Roles) -> Save:
     return GroupOutputs(roles.save, ("all",) * len(roles.scanned_out), "all")
 
 
-def _is_none(node: Any) -> bool:
+def _is_none(node: object) -> bool:
     return node is None
 
 
@@ -387,7 +393,7 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
     return tuple(axes)
 
 
-def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
+def check_split(split_rngs: Any) -> tuple[tuple[NameFilter, bool], ...]:
     """The entries of `split_rngs`."""
     cure = 'Write `split_rngs={"dropout": True}`: each step has its own key.'
     kind = "a dict from names of streams to True or False"
@@ -398,7 +404,7 @@ def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
     return tuple((check_filter("split_rngs", names), on) for names, on in split_rngs.items())
 
 
-def check_hook(option: str, hook: Any) -> None:
+def check_hook(option: str, hook: object) -> None:
     """Refuses hooks that are not functions."""
     cure = (
         "`data_transform(variables, rngs)` returns both, and `metadata_fn(collection, axis, added)` returns a "
@@ -407,7 +413,7 @@ def check_hook(option: str, hook: Any) -> None:
     expect(hook is None or callable(hook), option, "a function", hook, cure)
 
 
-def transformed(data_transform: Callable[..., Any] | None, variables: Any, rngs: Any) -> tuple[Any, Any]:
+def transformed(data_transform: Callable[..., object] | None, variables: PyTree, rngs: PyTree) -> tuple[PyTree, PyTree]:
     """Variables and keys as a step is to see them."""
     if data_transform is None:
         return variables, rngs

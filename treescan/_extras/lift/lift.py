@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,6 +39,7 @@ from .groups import (
     transformed,
 )
 
+MetadataFn: TypeAlias = Callable[[PyTree, int, bool], PyTree]
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
 
 BROADCAST, CARRY = "variable_broadcast", "variable_carry"
@@ -49,7 +50,7 @@ class LiftedInputs(NamedTuple):
 
     variables: Collections
     rngs: Collections
-    args: tuple[Any, ...]
+    args: tuple[PyTree, ...]
 
 
 def _as_passed(carry: PyTree, x: StepInputs) -> tuple[PyTree, LiftedInputs]:
@@ -64,12 +65,12 @@ _CONVENTION = dataclasses.replace(LIFT, records=_as_passed)
 class _Call:
     """The user's function, in the terms of groups."""
 
-    function: Callable[..., Any]
+    function: Callable[..., object]
     collections: CollectionRoles
-    data_transform: Callable[..., Any] | None
+    data_transform: Callable[..., object] | None
 
     def __call__(
-        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
+        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree, Groups]:
         variables, keys = transformed(self.data_transform, merged(groups), {**rngs.shared, **rngs.split})
         carry, y, updates = self._typed(variables, keys, carry, *args)
@@ -84,7 +85,7 @@ class _Call:
             raise BodyFault(f"{{body}} returned {says}", cure)
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
 
-    def _typed(self, *given: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
+    def _typed(self, *given: PyTree) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
         """Calls the function, under one scope of the axis names in its annotations."""
         body = Body.of(self.function)
         with annotated(body) as scope:
@@ -206,7 +207,9 @@ def lift(
         failure = explain(error, "lift", fn)
     else:
 
-        def run(variables: Mapping[str, PyTree], rngs: Mapping[str, PyTree] | None, carry: PyTree, *args: Any) -> Any:
+        def run(
+            variables: Mapping[str, PyTree], rngs: Mapping[str, PyTree] | None, carry: PyTree, *args: PyTree
+        ) -> tuple[tuple[PyTree, PyTree], Collections]:
             return _run(step, collections, roles, metadata_fn, variables, rngs, carry, *args)
 
         return verb(run)
@@ -217,11 +220,11 @@ def _run(
     step: GroupStep,
     collections: CollectionRoles,
     roles: Roles,
-    metadata_fn: Callable[[PyTree, int, bool], PyTree] | None,
+    metadata_fn: MetadataFn | None,
     variables: Mapping[str, PyTree],
     rngs: Mapping[str, PyTree] | None,
     carry: PyTree,
-    *args: Any,
+    *args: PyTree,
 ) -> tuple[tuple[PyTree, PyTree], Collections]:
     try:
         groups, left = collections.group(_checked("variables", variables), out=False)
@@ -247,7 +250,9 @@ def _run(
     raise failure
 
 
-def _with_metadata(groups: Any, axes: tuple[int, ...], metadata_fn: Any, *, added: bool) -> tuple[Collections, ...]:
+def _with_metadata(
+    groups: Sequence[Collections], axes: tuple[int, ...], metadata_fn: MetadataFn | None, *, added: bool
+) -> tuple[Collections, ...]:
     if metadata_fn is None:
         return tuple(groups)
     found: list[Collections] = []
@@ -276,7 +281,7 @@ def _check_keys(rngs: Rngs) -> None:
                 )
 
 
-def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
+def _checked(what: str, given: object) -> Mapping[str, PyTree]:
     if not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
         raise TypeMisuse(  # not by `expect`: these values may be traced, so the text does not say whether they are
             f"{{call}}: `{what}` must be a dict from names to values, got {describe_argument(given)}.",

@@ -102,7 +102,7 @@ def _refuse_split(named_a: list[tuple[str, Any]], named_b: list[tuple[str, Any]]
     )
 
 
-def _is_inexact(leaf: Any) -> bool:
+def _is_inexact(leaf: object) -> bool:
     dtype = dtype_of(leaf)
     return dtype is not None and bool(jnp.issubdtype(dtype, jnp.inexact))
 
@@ -113,7 +113,7 @@ class _Named:
     leaf: Any
 
 
-def _checked(factor: _Named, added: _Named, init: Any, time_axis: int, matrix: bool) -> tuple[Array, Array, Array]:
+def _checked(factor: _Named, added: _Named, init: object, time_axis: int, matrix: bool) -> tuple[Array, Array, Array]:
     """Refuses factors and a first state that do not fit what is added."""
     a, b = (_in_front(each.leaf, time_axis) for each in (factor, added))
     both = f"{factor.path} is {describe_leaf(a)}, and {added.path} is {describe_leaf(b)}"
@@ -164,7 +164,7 @@ def _with_axes(path: str, own: tuple[int, ...], shape: tuple[int, ...]) -> list[
     return [" ".join(cures)] * bool(cures)
 
 
-def promoted(*values: Any) -> Any:
+def promoted(*values: object) -> np.dtype:
     """The dtype of all together, whether or not JAX is told to promote none. It promotes no float8 by itself."""
     with jax.numpy_dtype_promotion("standard"):
         return jnp.result_type(*(jnp.float32 if _is_narrow(value) else value for value in values))
@@ -176,9 +176,9 @@ def _is_narrow(value: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.floating)) and dtype.itemsize < 2
 
 
-def _in_front(leaf: Any, time_axis: int) -> Array:
-    leaf = as_arrays(leaf)
-    return jnp.moveaxis(leaf, time_axis, 0) if leaf.ndim > time_axis > 0 else leaf
+def _in_front(leaf: object, time_axis: int) -> Array:
+    array: Array = as_arrays(leaf)
+    return jnp.moveaxis(array, time_axis, 0) if array.ndim > time_axis > 0 else array
 
 
 def check_flags(

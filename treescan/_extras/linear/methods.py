@@ -9,23 +9,27 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from ..._avals import Array
+from ..._avals import Array, PyTree
 from ..._trace.smooth import zeros_like
+from ..._types import RematLike
 from ..._verbs.scan import scan
 from .step import Given, How, but, compose, factor, joined, linear_step, step
 
 _FEW = 8
 """How many steps a part has in "parallel": its pairs then take an eighth of the memory."""
 
+S = TypeVar("S")
+Y = TypeVar("Y")
+
 
 def over_steps(
-    how: How, body: Callable[..., tuple[Any, Any]], state: Any, *trees: Any, axis: int = 0, remat: Any = None
-) -> tuple[Any, Any]:
+    how: How, body: Callable[..., tuple[S, Y]], state: S, *trees: PyTree, axis: int = 0, remat: RematLike | None = None
+) -> tuple[S, Y]:
     """A scan of `body(state, *trees)` over an axis of all arrays, which has size 1 in those that all steps share.
 
     The latter are no stacks, so neither are their cotangents. Over axis 1, which is not to be transposed, arrays are
@@ -34,9 +38,9 @@ def over_steps(
     leaves, structure = jax.tree.flatten(trees)
     count = max(leaf.shape[axis] for leaf in leaves)
     of_all = [leaf.shape[axis] == 1 for leaf in leaves]
-    xs: list[Any] = [jnp.take(leaf, 0, axis) if is_one else leaf for leaf, is_one in zip(leaves, of_all, strict=True)]
+    xs = [jnp.take(leaf, 0, axis) if is_one else leaf for leaf, is_one in zip(leaves, of_all, strict=True)]
 
-    def each(state: Any, given: tuple[Array, list[Array]]) -> tuple[Any, Any]:
+    def each(state: S, given: tuple[Array, list[Array]]) -> tuple[S, Y]:
         place, x = given
         if axis:
             picked = functools.partial(jax.lax.dynamic_index_in_dim, index=place, axis=axis, keepdims=False)
@@ -45,8 +49,8 @@ def over_steps(
 
     axes = [None if is_one or axis else 0 for is_one in of_all]
     given = (jnp.arange(count), xs)
-    options: dict[str, Any] = {"reverse": how.reverse, "in_axes": (0, axes), "remat": remat}
-    return scan(each, state, given, **options, progress=False)  # its steps are ours, also within `treescan.progress`
+    # The steps are ours, so they show no progress, also within `treescan.progress`.
+    return scan(each, state, given, reverse=how.reverse, in_axes=(0, axes), remat=remat, progress=False)
 
 
 def shifted(how: How, hs: Array, start: Array) -> Array:
@@ -61,7 +65,7 @@ def summary(how: How, x: Given, axis: int = 0) -> Given:
     if how.matrix:
         one = zero[..., None] + jnp.expand_dims(jnp.eye(zero.shape[-1], dtype=zero.dtype), range(zero.ndim - 1))
 
-    def body(state: Any, x: Given) -> tuple[Any, None]:
+    def body(state: tuple[Array, Array], x: Given) -> tuple[tuple[Array, Array], None]:
         whole, h = state
         return (compose(how, factor(how, x), but(x.linked, whole, 0)), linear_step(how, h, x)), None
 

@@ -8,13 +8,13 @@ loop sums. By the other methods, it is the solution of linear equations, which J
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import Array
+from ..._avals import Array, ArrayLike
 from ..._trace.rules import with_rule
 from ..._trace.smooth import zeros_like
 from ..._types import Remat
@@ -26,19 +26,19 @@ def run(how: How, x: Given) -> tuple[Array, Array]:
     """The last state, and all states in the dtype that is kept, filled, without the rule."""
     if how.method != "sequential":
         hs = _solution(how, driven(how, x._replace(fill=None)))
-        return hs[0 if how.reverse else -1], _filled(x, hs.astype(how.out), x.fill)
+        return hs[0 if how.reverse else -1], _filled(x, hs.astype(how.out))
 
     def body(h: Array, x: Given) -> tuple[Array, Array]:
         own = x._replace(valid=None) if how.remat is None else x  # with the rule, padding may be multiplied
         h = but(x.valid, step(how, h, own), h)
-        return h, _filled(x, h.astype(how.out), x.fill)
+        return h, _filled(x, h.astype(how.out))
 
     remat = None if how.remat is None else Remat(chunk=how.remat)
     return over_steps(how, body, x.start[0], x._replace(start=None), remat=remat)
 
 
-def _filled(x: Given, hs: Array, fill: Any) -> Array:
-    return hs if x.fill is None else but(x.valid, hs, fill)
+def _filled(x: Given, hs: Array, fill: ArrayLike | None = None) -> Array:
+    return hs if x.fill is None else but(x.valid, hs, x.fill if fill is None else fill)
 
 
 def recurrence(how: How, x: Given) -> tuple[Array, Array]:
@@ -46,17 +46,18 @@ def recurrence(how: How, x: Given) -> tuple[Array, Array]:
     return with_rule(functools.partial(run, how), functools.partial(_rule, how))(x)
 
 
-def _rule(how: How, primals: tuple[Given], tangents: tuple[Given]) -> tuple[Any, Any]:
+def _rule(how: How, primals: tuple[Given], tangents: tuple[Given]) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
     (x,), (dx,) = primals, tangents
     # Of padding too, as the step after a gap reads it; and not rounded to what is kept, as no step reads that.
     last, hs = recurrence(how._replace(out=how.state), x._replace(fill=None))
-    moving = {name: dx[i] for i, name in enumerate(("a", "b", "start", "target")) if _moves(dx[i])}
+    named = zip(("a", "b", "start", "target"), dx[:4], strict=True)
+    moving = {name: tangent for name, tangent in named if _moves(tangent)}
     derivative = _in_sequence if how.method == "sequential" else _by_solution
     d_last, d_hs = derivative(how, x._replace(fill=None), hs, moving)
-    return (last, _filled(x, hs.astype(how.out), x.fill)), (d_last, _filled(x, d_hs, 0))
+    return (last, _filled(x, hs.astype(how.out))), (d_last, _filled(x, d_hs, 0))
 
 
-def _moves(tangent: Any) -> bool:
+def _moves(tangent: object) -> TypeGuard[Array]:
     return not (tangent is None or isinstance(tangent, SymbolicZero))
 
 
@@ -79,7 +80,7 @@ def _in_sequence(how: How, x: Given, hs: Array, dx: dict[str, Array]) -> tuple[A
         dh = dh if u is None else dh + u
         return dh, dh.astype(how.out)
 
-    def push(given: Any) -> tuple[Array, Array]:
+    def push(given: tuple[Array, dict[str, Array], Array | None]) -> tuple[Array, Array]:
         dh0, small, u = given
         return over_steps(how, body, dh0, x, small, u, jnp.arange(len(hs)), remat="step")
 
@@ -101,7 +102,7 @@ def _solution(how: How, x: Given) -> Array:
     def residual(h: Array) -> Array:
         return h - linear_step(how, shifted(how, h, zeros_like(h[:1])), x._replace(b=0))
 
-    def transposed(_: Any, right: Array) -> Array:
+    def transposed(_: object, right: Array) -> Array:
         def later(each: Array) -> Array:
             return each if len(each) == 1 else shifted(back, each, zeros_like(each[:1]))
 

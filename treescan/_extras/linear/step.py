@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import Array, is_explicit, parts_of, shard, vary_over, varying_axes
+from ..._avals import Array, ArrayLike, is_explicit, parts_of, shard, vary_over, varying_axes
 from ..._rows.leaves import expand, select
 
 _SMALL = 8
@@ -39,8 +40,8 @@ class How(NamedTuple):
     time_axis: int
     axis_name: str | None
     hold: bool
-    state: Any
-    out: Any
+    state: np.dtype
+    out: np.dtype
 
 
 class Given(NamedTuple):
@@ -58,16 +59,16 @@ class Given(NamedTuple):
         fill: what is kept of a step that is not valid, in the dtype that is kept; None: its state.
     """
 
-    a: Any
+    a: Array
     b: Any
     start: Any = None
-    target: Any = None
-    valid: Any = None
-    linked: Any = None
-    fill: Any = None
+    target: Array | None = None
+    valid: Array | None = None
+    linked: Array | None = None
+    fill: Array | None = None
 
 
-def but(flags: Array | None, kept: Array, other: Any) -> Array:
+def but(flags: Array | None, kept: Array, other: ArrayLike) -> Array:
     """What is kept where rows are flagged, and something else elsewhere. None: all are flagged."""
     if flags is None:
         return kept
@@ -111,12 +112,12 @@ def compose(how: How, second: Array, first: Array) -> Array:
 
 def joined(how: How, later: Given, earlier: Given) -> Given:
     """Two parts as one, each by its factor, what it makes of 0, and whether it is linked: else its factor is 0."""
-    linked = None if later.linked is None else later.linked & earlier.linked
+    linked = None if later.linked is None or earlier.linked is None else later.linked & earlier.linked
     together = compose(how, later.a, earlier.a)
     return Given(but(linked, together, 0), linear_step(how, earlier.b, later), linked=linked)
 
 
-def like_step(value: Any, b: Array, dtype: Any, *others: Array | None) -> Array:
+def like_step(value: ArrayLike, b: Array, dtype: np.dtype, *others: Array | None) -> Array:
     """A value in the shape and with the sharding of a step of b, that varies over the manual axes of all the others."""
     wide = jnp.broadcast_to(jnp.asarray(value, dtype), b.shape[1:])
     if is_explicit(jax.typeof(b).sharding):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +57,7 @@ def linear_scan(
     remat: int | None = None,
     method: Literal["sequential", "chunked", "parallel"] | None = None,
     axis_name: str | None = None,
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
     """Solves the linear recurrence `h[t] = a[t] * h[t-1] + b[t]`, with masks, resets and packed sequences.
 
     It returns what `scan` and `mask_scan` of this body return, and its gradient saves a and h, and nothing else:

@@ -15,21 +15,21 @@ import time
 import weakref
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ..._avals import PyTree, is_key
+from ..._avals import Array, PyTree, is_key
 from ..._errors import CheckpointFault, Fault, Misuse, Row, expect, expect_int, warn_user
 from ..._types import Checkpoint
 from .program import bare_of
 
 _LOCK = ".lock"
 
-_locks = weakref.WeakSet[Any]()
+_locks = weakref.WeakSet[TextIO]()
 """The files whose locks this process holds. A process that it forks shares them, and would hold them while it runs."""
 
 
@@ -42,7 +42,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_leave_locks)
 
 
-def check_checkpoint(given: Any) -> Checkpoint:
+def check_checkpoint(given: str | os.PathLike[str] | Checkpoint) -> Checkpoint:
     """The settings of checkpoints, from a folder or a `Checkpoint`."""
     folder = given.folder if isinstance(given, Checkpoint) else given
     example = 'For example `checkpoint="runs/1"`, or `treescan.Checkpoint("runs/1", every=100)`.'
@@ -73,11 +73,31 @@ class Saved(NamedTuple):
     """
 
     carry: PyTree
-    last: list[Any]
+    last: list[Array]
     done: int
     steps: int
     source: str | None
     finished: bool
+
+
+class LeafType(TypedDict):
+    """What JSON can hold of the type of a leaf."""
+
+    shape: list[int]
+    dtype: str
+    impl: str | None
+
+
+class About(TypedDict):
+    """What a checkpoint holds as JSON: the fields of `Saved`, with types in place of arrays, and what the run is."""
+
+    carry: list[LeafType]
+    last: list[LeafType]
+    done: int
+    steps: int
+    source: str | None
+    finished: bool
+    program: dict[str, str]
 
 
 class Folder:
@@ -274,7 +294,7 @@ class Folder:
 
     def _read(self, step: int, init: PyTree) -> Saved:
         args = self._orbax.args
-        about: dict[str, Any] = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+        about: About = self._manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
         self._refuse_another(about)
         leaves, structure = jax.tree.flatten(init)
         like = {
@@ -286,7 +306,7 @@ class Folder:
         pairs = zip(leaves, found["carry"], about["carry"], strict=True)
         carry = jax.tree.unflatten(structure, [_like(leaf, value, type_) for leaf, value, type_ in pairs])
         last = [_like(None, value, type_) for value, type_ in zip(found["last"], about["last"], strict=True)]
-        saved = Saved(carry, last, *(about[name] for name in ("done", "steps", "source", "finished")))
+        saved = Saved(carry, last, about["done"], about["steps"], about["source"], about["finished"])
         self._steps[step] = saved.steps
         return saved
 
@@ -309,7 +329,7 @@ class Folder:
             self._steps[number] = saved.steps
             self._manager.save(number, args=composite, force=True)
 
-    def _refuse_another(self, about: dict[str, Any]) -> None:
+    def _refuse_another(self, about: About) -> None:
         before, now = about["program"], self._program
         rows = [
             Row(name, before.get(name, "(missing)"), now.get(name, "(missing)"))
@@ -354,14 +374,13 @@ def _number(text: str) -> int:
     return int(text) if text.isdigit() else -1
 
 
-def _type_of(leaf: Any) -> dict[str, Any]:
-    """What JSON can hold of the type of a leaf."""
+def _type_of(leaf: Array) -> LeafType:
     impl = str(jax.random.key_impl(leaf)) if is_key(leaf) else None
     bare = bare_of(leaf)
     return {"shape": list(bare.shape), "dtype": bare.dtype.name, "impl": impl}
 
 
-def _target(leaf: Any, type_: dict[str, Any]) -> Any:
+def _target(leaf: object, type_: LeafType) -> np.ndarray | jax.ShapeDtypeStruct:
     """What orbax restores a leaf into: an array of several devices as that, any other as one of NumPy."""
     shape, dtype = tuple(type_["shape"]), jnp.dtype(type_["dtype"])
     if isinstance(leaf, jax.Array) and len(leaf.sharding.device_set) > 1:
@@ -369,7 +388,7 @@ def _target(leaf: Any, type_: dict[str, Any]) -> Any:
     return np.broadcast_to(np.zeros((), dtype), shape)
 
 
-def _like(leaf: Any, value: Any, type_: dict[str, Any]) -> Any:
+def _like(leaf: Any, value: Array | np.ndarray, type_: LeafType) -> Array:
     """A value that was restored in place of a leaf of `init`: of its weak type, on its device."""
     if type_["impl"] is not None:
         return jax.random.wrap_key_data(jnp.asarray(value), impl=type_["impl"])

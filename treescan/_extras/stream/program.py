@@ -6,24 +6,27 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
-from ..._avals import PyTree, describe_leaf, is_key
+from ..._avals import Array, PyTree, describe_leaf, is_key
 from ..._errors import Misuse, Row
 from ..._tree import leaves_with_path
 
+Leaf = TypeVar("Leaf", bound=Array | np.ndarray)
 
-def program_of(init: PyTree, **options: Any) -> dict[str, str]:
+
+def program_of(init: PyTree, **options: object) -> dict[str, str]:
     """What the results depend on, by names: options, and the types of `init`. Of an array there is a digest."""
     said = {name: _said(value) for name, value in options.items()}
     return said | {path: describe_leaf(leaf) for path, leaf in leaves_with_path("init", init)}
 
 
-def _said(value: Any) -> str:
+def _said(value: object) -> str:
     if not isinstance(value, jax.Array | np.ndarray):
         return str(value)
     if isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated):
@@ -32,7 +35,7 @@ def _said(value: Any) -> str:
     return f"{describe_leaf(value)}, digest {digest}"
 
 
-def bare_of(leaf: Any) -> Any:
+def bare_of(leaf: Leaf) -> Leaf | Array:
     """A leaf as files and processes exchange it: keys as numbers."""
     return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
@@ -51,7 +54,7 @@ def is_of_all_processes(*trees: PyTree, also: bool = False) -> bool:
     return any(len({each.process_index for each in some}) == jax.process_count() for some in devices)
 
 
-def mesh_that_is_set() -> Any:
+def mesh_that_is_set() -> Mesh | None:
     """The mesh of `jax.set_mesh`, in this thread; None if there is none, or JAX does not tell, as under `jax.grad`."""
     with contextlib.suppress(ValueError):
         mesh = jax.sharding.get_mesh()
@@ -83,11 +86,12 @@ def compare(program: dict[str, str] | None) -> None:
     programs: list[dict[str, str] | None] = [json.loads(each) for each in _of_all(text.ljust(size))]
     if program is None:
         return
-    if None in programs:
+    given = [each for each in programs if each is not None]
+    if len(given) < len(programs):
         says = f"{{call}}: process {programs.index(None)} was refused its arguments, so this one does not begin either."
         raise Misuse(says, "Its own error says why.")
-    first: Any = programs[0]
-    number, other = next((i, each) for i, each in enumerate(programs) if each is not None and each != first)
+    first = given[0]
+    number, other = next((i, each) for i, each in enumerate(given) if each != first)
     none = "(missing)"
     raise Misuse(
         "{call}: processes were given different arguments, and one would wait for another.",

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from ..._avals import Array
 from ..._errors import warn_user
 from ..._verbs.progress import around, within
 from .program import mesh_that_is_set
@@ -19,8 +20,6 @@ from .sources import Read
 
 PATIENCE = 1.0
 """The seconds for which the end of a stream waits for a source. What it waits for may never come."""
-
-_END: Any = object()
 
 
 class Reader:
@@ -39,20 +38,21 @@ class Reader:
         self._parts = parts
         self._once = once
         self._room = threading.Semaphore(prefetch + 1)
-        self._ready: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._ready = queue.SimpleQueue[Read | BaseException | None]()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         if prefetch:
-            work, settings = contextvars.copy_context().run, Settings()
-            thread = threading.Thread(target=work, args=(self._work, settings), name="treescan.stream", daemon=True)
+            work, settings, are_here = contextvars.copy_context().run, Settings(), queue.SimpleQueue[bool]()
+            given = (self._work, settings, are_here)
+            thread = threading.Thread(target=work, args=given, name="treescan.stream", daemon=True)
             thread.start()
-            if self._ready.get():
+            if are_here.get():
                 self._thread = thread
 
     def __iter__(self) -> Iterator[Read]:
         while True:
             found = self._read() if self._thread is None else self._ready.get()
-            if found is _END:
+            if found is None:
                 return
             if isinstance(found, BaseException):
                 raise found
@@ -76,34 +76,35 @@ class Reader:
                     UserWarning,
                 )
 
-    def _work(self, settings: Settings) -> None:
+    def _work(self, settings: Settings, are_here: queue.SimpleQueue[bool]) -> None:
         with contextlib.ExitStack() as stack:
-            are_here = settings.enter(stack)
-            self._ready.put(are_here)
-            while are_here:
+            goes_on = settings.enter(stack)
+            are_here.put(goes_on)
+            while goes_on:
                 self._room.acquire()
                 if self._stopped.is_set():
                     return
                 found = self._read()
                 self._ready.put(found)
-                are_here = isinstance(found, Read)
+                goes_on = isinstance(found, Read)
 
-    def _read(self) -> Any:
-        """The next part on the device, the end, or what was raised instead."""
+    def _read(self) -> Read | BaseException | None:
+        """The next part on the device, or what was raised instead; None: it was the last."""
         try:
             read = next(self._parts, None)
-            return _END if read is None else read._replace(xs=jax.tree.map(_placed, read.xs))
+            return None if read is None else read._replace(xs=jax.tree.map(_placed, read.xs))
         except BaseException as error:
             return error
 
 
-def _placed(leaf: Any) -> jax.Array:
+def _placed(leaf: Array | np.ndarray) -> Array:
     """A leaf on the device: on the default one, or for arrays of JAX where they are, but not in memory of the host."""
     if isinstance(leaf, np.ndarray):
         return jax.device_put(leaf)
     sharding = leaf.sharding
     with contextlib.suppress(Exception):  # not all backends have several kinds of memory
-        kind = next(iter(sharding.device_set)).default_memory().kind
+        device: Any = next(iter(sharding.device_set))
+        kind = device.default_memory().kind
         if sharding.memory_kind != kind:
             return jax.device_put(leaf, sharding.with_memory_kind(kind))
     return leaf
@@ -146,6 +147,6 @@ _GUARD = "jax_thread_guard"
 """It says that no other thread may run what this one runs."""
 
 
-def _values() -> dict[str, Any]:
+def _values() -> dict[str, object]:
     config: Any = jax.config
     return {name: getattr(config, name) for name in config.values if hasattr(config, name)}

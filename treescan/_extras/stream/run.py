@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.experimental import multihost_utils
 
-from ..._avals import Array, PyTree, is_weak, promoted
+from ..._avals import Array, ArrayLike, PyTree, is_weak, promoted
 from ..._body.call import takes_keyword
 from ..._body.carry import read_carries
 from ..._errors import Fault, Misuse, TracedMisuse, explain
@@ -22,7 +22,7 @@ from ..._options.progress.meters import RUNS, Progress, Report, Site, probes_of
 from ..._outputs.outputs import ALL, LAST, check_save, is_positions
 from ..._rows.checks import check_lengths
 from ..._tree import Prefix, freeze_static, leaves_with_path, map_leaves, short_html, short_repr, thaw_static
-from ..._types import Carry, Save, Y
+from ..._types import Carry, ProgressLike, Save, Y
 from ...carries._registry import adopt
 from .program import compare, is_of_all_processes
 from .reader import Reader
@@ -77,7 +77,7 @@ class Part(Generic[Carry, Y]):
         carry: Any = self._carry
         return carry
 
-    def _shown(self) -> dict[str, Any]:
+    def _shown(self) -> dict[str, PyTree]:
         carry = {} if self._is_donated else {"carry": self._carry}
         return {"start": np.asarray(self.start), "length": np.asarray(self.length), "ys": self.ys, **carry}
 
@@ -88,11 +88,14 @@ class Part(Generic[Carry, Y]):
         return short_html("Part", **self._shown())
 
 
+Move: TypeAlias = Callable[[int, Mapping[str, Array]], None]
+"""Moves a bar: the steps that are done, and the values beside it."""
+
 NO_LIMIT = 2**31 - 1
 """The length of a masked loop without rows, before the end of its source."""
 
 
-def lengths_of(lengths: Any, source: Source, body: Body, *, masks: bool) -> Any:
+def lengths_of(lengths: ArrayLike | None, source: Source, body: Body, *, masks: bool) -> np.ndarray | None:
     """int32[*batch], of the rows; NO_LIMIT for a loop without rows that is masked. None: nothing is.
 
     Args:
@@ -128,7 +131,7 @@ def check_save_of(save: Save, source: Source) -> Prefix | None:
     return keeps
 
 
-def refuse_tracers(init: PyTree, source: Any) -> None:
+def refuse_tracers(init: PyTree, source: object) -> None:
     """Refuses values of a transformation of JAX in what a stream is given, and a stream that is called under one."""
     for name, tree in {"init": init, "source": None if isinstance(source, Iterator) else source}.items():
         for path, leaf in leaves_with_path(name, tree):
@@ -161,7 +164,7 @@ class _Ran(NamedTuple):
     read: Read
     carry: PyTree
     ys: PyTree
-    last: list[Any]
+    last: list[Array]
     shown: dict[str, Array]
     probe: PyTree
 
@@ -183,10 +186,10 @@ class Run:
         program: makes what the run is, to be compared if all processes read parts together; None: it was compared.
     """
 
-    call: Callable[[PyTree, PyTree, int, int, Any], tuple[PyTree, PyTree]]
+    call: Callable[[PyTree, PyTree, int, int, np.ndarray | None], tuple[PyTree, PyTree]]
     init: PyTree
     source: Source
-    lengths: Any
+    lengths: np.ndarray | None
     keeps: Prefix | None
     donates: bool
     prefetch: int
@@ -194,10 +197,10 @@ class Run:
     folder: Folder | None = None
     program: Callable[[], dict[str, str]] | None = None
 
-    def parts(self) -> Generator[Part[Any, Any], None, tuple[PyTree, PyTree]]:
+    def parts(self) -> Generator[Part[PyTree, PyTree], None, tuple[PyTree, PyTree]]:
         """Runs all parts. Each is given once the next one is on its way, and saved when the caller comes back."""
         with contextlib.ExitStack() as stack:
-            carry, last, done, steps, state, is_new = self.init, list[Any](), 0, 0, None, True
+            carry, last, done, steps, state, is_new = self.init, list[Array](), 0, 0, None, True
             if self.folder is not None:
                 stack.enter_context(self.folder.opened())
                 if (saved := self.folder.latest(_bare(self.init))) is not None:
@@ -210,7 +213,8 @@ class Run:
                 reads = (padded(read, self.source.part) for read in reads)
             reader = Reader(reads, self.prefetch, once=self.source.reads_once)
             stack.callback(reader.close)
-            show = self.bar and stack.enter_context(self.bar.shown(steps, self.source.length))
+            bar = self.bar
+            show = None if bar is None else stack.enter_context(bar.shown(steps, self.source.length))
             parts, ran = iter(reader), cast("_Ran | None", None)
             read = next(parts, None)
             if read is None:
@@ -234,7 +238,7 @@ class Run:
             return carry, self._result(ran.ys, last)
 
     @contextlib.contextmanager
-    def noted(self, part: Part[Any, Any]) -> Generator[None]:
+    def noted(self, part: Part[PyTree, PyTree]) -> Generator[None]:
         """Adds to what `on_part` raises which part it was given, and what is kept."""
         try:
             yield
@@ -267,7 +271,7 @@ class Run:
         lengths = np.minimum(self.lengths, read.start + read.steps)
         return self.call(carry, read.xs, self.source.part, read.start, lengths)
 
-    def _run(self, carry: PyTree, last: list[Any], read: Read) -> _Ran:
+    def _run(self, carry: PyTree, last: list[Array], read: Read) -> _Ran:
         """Sends a part to the device, and cuts its padding off its ys."""
         carry, ys = self._call(carry, read)
         leaves, structure = jax.tree.flatten(ys)
@@ -288,7 +292,7 @@ class Run:
         """What is kept of each leaf that is left of y."""
         return [ALL] * len(jax.tree.leaves(ys)) if self.keeps is None else self.keeps.spread(ys, "y")
 
-    def _last(self, new: Array, old: Any, read: Read) -> Any:
+    def _last(self, new: Array, old: Array | None, read: Read) -> Array:
         """The last y so far: that of an earlier part for rows which take no step of this one."""
         if old is None or self.lengths is None:
             return new
@@ -298,8 +302,8 @@ class Run:
         return jnp.where(runs.reshape(*runs.shape, *(1,) * (new.ndim - runs.ndim)), new, old)
 
     def _give(
-        self, ran: _Ran, reader: Reader, show: Any, *, final: bool = False
-    ) -> Generator[Part[Any, Any], None, None]:
+        self, ran: _Ran, reader: Reader, show: Move | None, *, final: bool = False
+    ) -> Generator[Part[PyTree, PyTree], None, None]:
         """Waits for a part, gives it to the caller, and saves what is due when the caller comes back."""
         read = ran.read
         jax.block_until_ready(ran.probe)
@@ -332,7 +336,7 @@ class Run:
         read = read if self.lengths is None else padded(read, self.source.part)
         return jax.eval_shape(lambda: self._call(self.init, read)[1])
 
-    def _result(self, ys: PyTree, last: list[Any]) -> PyTree:
+    def _result(self, ys: PyTree, last: list[Array]) -> PyTree:
         """The tree of the last y, with None where it is not kept; None: it is kept of no leaf."""
         if self.keeps is None or LAST not in self.keeps.leaves:
             return None
@@ -384,7 +388,7 @@ class Bar:
         return {name: jnp.copy(shown[name]) for name in check_shown(shown)}  # the carry itself may be donated
 
     @contextlib.contextmanager
-    def shown(self, done: int, total: int | None) -> Generator[Callable[[int, Mapping[str, Array]], None]]:
+    def shown(self, done: int, total: int | None) -> Generator[Move]:
         """Shows the bar; gives what moves it."""
         if jax.process_index():
             yield lambda done, shown: None
@@ -403,7 +407,7 @@ class Bar:
             RUNS.end(number)
 
 
-def bar_of(progress: Any, step: Any) -> Bar | None:
+def bar_of(progress: ProgressLike, step: Callable[..., object]) -> Bar | None:
     """The bar that the user asked for; None: nothing is shown.
 
     Raises:

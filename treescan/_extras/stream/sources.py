@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from ..._arguments import without_axis
-from ..._avals import PyTree, describe_node, is_key, is_weak, type_of
+from ..._avals import Array, PyTree, TreeDef, describe_node, is_key, is_weak, type_of
 from ..._batches.batch import Packed, Padded
 from ..._errors import Fault, Misuse, Row, TypeMisuse
 from ..._tree import is_number, leaves_with_path
@@ -116,14 +116,14 @@ def source_of(source: Any, length: int | None, part: int, *, reverse: bool) -> S
     return _Sliced(lambda start, n: jax.tree.map(lambda leaf: _slice(leaf, start, n), source), steps, part, reverse)
 
 
-def _is_iterable(node: Any) -> TypeGuard[Iterable[Any]]:
+def _is_iterable(node: object) -> TypeGuard[Iterable[PyTree]]:
     """Whether it is one object that gives parts, and not an array, a tree or a text."""
     leaves = jax.tree.leaves(node)
     is_leaf = len(leaves) == 1 and leaves[0] is node
     return is_leaf and isinstance(node, Iterable) and not (_is_array(node) or isinstance(node, str | bytes))
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return all(hasattr(leaf, name) for name in ("shape", "dtype", "__getitem__"))
 
 
@@ -131,12 +131,12 @@ def _is_array(leaf: Any) -> bool:
 class _Checked:
     """Checks parts against the first one."""
 
-    structure: Any = None
+    structure: TreeDef = None
     types: dict[str, str] = field(default_factory=dict[str, str])
 
     def __call__(self, number: int, start: int, steps: int, part: PyTree) -> Read:
         part = jax.tree.map(lambda leaf: _slice(leaf, 0, steps), part)
-        structure: Any = jax.tree.structure(part)
+        structure: TreeDef = jax.tree.structure(part)
         types = {path: _type_of_step(leaf) for path, leaf in leaves_with_path("x", part)}
         if self.structure is None:
             self.structure, self.types = structure, types
@@ -239,7 +239,7 @@ class _InOrder:
                 "Leave `length` out to run the steps that are there, or pass a source with as many.",
             )
 
-    def _next(self, start: int) -> Any:
+    def _next(self, start: int) -> PyTree:
         with _noted(start):
             return next(self.parts, _END)
 
@@ -280,7 +280,7 @@ def _noted(start: int) -> Generator[None]:
         raise
 
 
-def _as_text(state: Any) -> str:
+def _as_text(state: object) -> str:
     """The state of an iterator as a text: what JSON can hold, or bytes."""
     if isinstance(state, bytes):
         return json.dumps({"bytes": base64.b64encode(state).decode()})
@@ -334,11 +334,11 @@ def steps_of(tree: PyTree, root: str) -> int:
     return int(sizes.pop())
 
 
-def _has_axis(leaf: Any) -> bool:
+def _has_axis(leaf: object) -> bool:
     return bool(getattr(leaf, "shape", ()))
 
 
-def _slice(leaf: Any, start: int, steps: int) -> Any:
+def _slice(leaf: Any, start: int, steps: int) -> Array | np.ndarray:
     """Some steps of a leaf, read now: a copy, unless JAX holds it."""
     if isinstance(leaf, jax.Array):
         if is_key(leaf) or is_weak(leaf) or len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu":
@@ -352,7 +352,7 @@ def padded(read: Read, part: int) -> Read:
     """A part with as many steps as a whole one. The last step is repeated, and not read."""
     missing = part - read.steps
 
-    def pad(leaf: Any) -> Any:
+    def pad(leaf: Array | np.ndarray) -> Array | np.ndarray:
         library: Any = jnp if isinstance(leaf, jax.Array) else np
         return library.concatenate([leaf, library.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))])
 

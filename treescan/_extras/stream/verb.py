@@ -269,7 +269,9 @@ def stream(
 _ACCEPTED = frozenset((*StreamOptions.__annotations__, "key", "save", "on_part", "parts", "source"))
 
 
-def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
+def _explained(
+    run: Run, f: Callable[..., object], init: PyTree
+) -> Generator[Part[PyTree, PyTree], None, tuple[PyTree, PyTree]]:
     try:
         return (yield from run.parts())
     except Exception as error:
@@ -278,9 +280,9 @@ def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None
 
 
 def _run_of(
-    f: Callable[..., Any],
+    f: Callable[..., object],
     init: PyTree,
-    source: Any,
+    source: object,
     part: int,
     length: int | None,
     lengths: ArrayLike | None,
@@ -313,8 +315,8 @@ def _run_of(
         compare(program())
     given = lengths_of(lengths, parts, body, masks=remainder == "mask")
 
-    def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
-        at: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
+    def call(carry: PyTree, xs: PyTree, steps: int, start: int, lengths: np.ndarray | None) -> tuple[PyTree, PyTree]:
+        at: dict[str, Any] = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
         carry, ys = run_scan(
             STREAM, alive, carry, xs, steps, check_finite=check_finite, progress=False, **at, **options
         )
@@ -330,7 +332,7 @@ def _run_of(
     return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder, None if is_shared else program)
 
 
-def _bar_of(progress: ProgressLike, body: Body, alive: Any) -> Bar | None:
+def _bar_of(progress: ProgressLike, body: Body, alive: Callable[..., object]) -> Bar | None:
     if progress is None and (shown := around()) is not None:
         from ..._options.progress.show import label_of
 
