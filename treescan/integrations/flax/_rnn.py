@@ -33,12 +33,24 @@ from ..._extras.lift.groups import (
 from ..._loop.run import named_signature
 from ..._options.progress.meters import shown_as
 from ..._rows.checks import check_chunk, check_compact
-from ..._tree import Root, leaves_with_path, named_roots
+from ..._tree import KeyPath, Root, leaves_with_path, named_roots
 from ..._types import ProgressLike, RematLike
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.prepare import refuse_report
 from ..._verbs.scan import scan
-from ._scan import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
+from ._scan import (
+    Axes,
+    Group,
+    RepackFn,
+    ScopedCall,
+    ScopeFn,
+    axes_of,
+    copied,
+    merged,
+    parted_rngs,
+    with_axes,
+    without_axes,
+)
 
 _NAME = "treescan.integrations.flax.RNN"
 
@@ -59,8 +71,8 @@ class Loop(NamedTuple):
     """
 
     carry: PyTree
-    variables: Any
-    constants: Any
+    variables: PyTree
+    constants: PyTree
 
 
 class CellInputs(NamedTuple):
@@ -72,16 +84,16 @@ class CellInputs(NamedTuple):
         variables: the collections of `variable_axes`.
     """
 
-    inputs: Any
-    keys: Any
-    variables: Any
+    inputs: PyTree
+    keys: PyTree
+    variables: PyTree
 
 
 named_roots(Loop, carry=Root("carry"), variables=Root("variables"), constants=Root("constants"))
 named_roots(CellInputs, inputs=Root("inputs"), keys=Root("rngs"), variables=Root("variables"))
 
 
-def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_axis: int) -> Callable[..., Any]:
+def lift_loop(cell: Callable[..., object], rnn: RNN, lengths: Array | None, time_axis: int) -> Callable[..., Any]:
     """A function of scopes, carry and inputs that runs a function of scopes, carry and one step's inputs.
 
     Args:
@@ -98,7 +110,14 @@ def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_ax
     except Fault as error:
         raise explain(error, _NAME, named) from None
 
-    def run(scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, carry: PyTree, inputs: Array) -> Any:
+    def run(
+        scope_fn: ScopeFn,
+        repack_fn: RepackFn,
+        groups: Sequence[Group],
+        rngs: Sequence[Group],
+        carry: PyTree,
+        inputs: Array,
+    ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, ...]]:
         call = ScopedCall(scope_fn, repack_fn, cell, tuple(rnn.split_rngs.values()))
         loop = _LiftedLoop(call, rnn, named, lengths, time_axis, initializing, into, out)
         return loop.run(groups, rngs, carry, inputs)
@@ -113,7 +132,7 @@ class _LiftedLoop:
 
     call: ScopedCall
     rnn: RNN
-    named: Callable[..., Any]
+    named: Callable[..., object]
     lengths: Array | None
     time_axis: int
     initializing: bool
@@ -122,12 +141,12 @@ class _LiftedLoop:
 
     def run(
         self, groups: Sequence[Group], rngs: Sequence[Group], carry: PyTree, inputs: Array
-    ) -> tuple[tuple[PyTree, PyTree], tuple[Any, ...]]:
+    ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, ...]]:
         """The loop: `((carry, outputs), groups)`."""
         broadcast, carried, *given = groups
         scanned = without_axes(given, self.into, {})
         variables, keys = Groups(broadcast, carried, scanned), parted_rngs(rngs, self.call.split)
-        scopes: list[Scope] = self.call.scopes(variables, keys)
+        scopes = self.call.scopes(variables, keys)
         self._refuse(scopes)
         if any(scope.rngs for scope in scopes) or _any_mutable(scopes, self.rnn.variable_broadcast):
             broadcast = self._made(variables, keys, carry, inputs)
@@ -143,7 +162,7 @@ class _LiftedLoop:
         made = with_axes(moved, self.out, {})
         return (last.carry, outputs), (broadcast, last.variables, *made)
 
-    def _refuse(self, scopes: list[Scope]) -> None:
+    def _refuse(self, scopes: Sequence[Scope]) -> None:
         if self.rnn.compact and not self.initializing and any(scope.rngs for scope in scopes):
             raise refused(
                 "{verb}: `compact` and rngs cannot be combined: the cell would draw different numbers.",
@@ -169,14 +188,14 @@ class _LiftedLoop:
             return merged(variables.broadcast, made)
         raise failure
 
-    def _scan(self, loop: Loop, xs: CellInputs) -> tuple[Loop, tuple[PyTree, Any]]:
+    def _scan(self, loop: Loop, xs: CellInputs) -> tuple[Loop, tuple[PyTree, tuple[PyTree, ...]]]:
         rnn = self.rnn
         into, out = CellInputs(self.time_axis, 0, 0), (self.time_axis, 0)
         options: dict[str, Any] = {"unroll": rnn.unroll, "remat": rnn.remat}
         if not self.initializing:
             options |= {"progress": shown_as(rnn.progress, carry_of), "check_finite": rnn.check_finite}
 
-        def cell(loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
+        def cell(loop: Loop, x: CellInputs) -> tuple[Loop, tuple[PyTree, tuple[PyTree, ...]]]:
             # However often it is traced, the rngs count from where they were before the loop: see `counters`.
             broadcast, shared = loop.constants
             groups, keys = Groups(broadcast, loop.variables, x.variables), Rngs(shared, x.keys)
@@ -198,15 +217,15 @@ def _move(tree: PyTree, source: int, target: int) -> PyTree:
     return tree if source == target else jax.tree.map(lambda leaf: jnp.moveaxis(leaf, source, target), tree)
 
 
-def _any_mutable(scopes: list[Scope], collections: CollectionFilter) -> bool:
+def _any_mutable(scopes: Sequence[Scope], collections: CollectionFilter) -> bool:
     return any(not is_filter_empty(intersect_filters(scope.mutable, collections)) for scope in scopes)
 
 
-def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
+def _kept_where_no_row_is(reached: Array, made: PyTree, given: PyTree) -> PyTree:
     """A step's variables stay what they were where no row reaches it; new ones are 0 there."""
     before = {path[1:]: leaf for path, leaf in jax.tree.leaves_with_path(given)}  # whatever group it is in
 
-    def keep(path: Any, leaf: Array) -> Array:
+    def keep(path: KeyPath, leaf: Array) -> Array:
         old = before.get(path[1:])
         if old is None or jnp.shape(old) != jnp.shape(leaf):
             return leaf
@@ -355,11 +374,13 @@ class RNN(nn.Module):
         return (carry, outputs) if (self.return_carry if return_carry is None else return_carry) else outputs
 
 
-def _apply_cell(cell: Any, carry: PyTree, x: Array) -> tuple[PyTree, PyTree]:
+def _apply_cell(
+    cell: Callable[[PyTree, Array], tuple[PyTree, PyTree]], carry: PyTree, x: Array
+) -> tuple[PyTree, PyTree]:
     return cell(carry, x)
 
 
-def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple[int, ...]]:
+def _layout(inputs: Array, features: int, *, time_major: bool) -> tuple[int, tuple[int, ...]]:
     """Where the steps are, and the batch shape."""
     shape = shape_of(inputs)
     batch_axes = -1 if shape is None else len(shape) - features - 1

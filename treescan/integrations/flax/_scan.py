@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import jax
 from flax.core import FrozenDict, broadcast, meta
 from flax.core.lift import pack
+from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope
 from flax.linen.transforms import lift_transform
 
 from ..._avals import PyTree, describe_node
@@ -29,15 +30,20 @@ from ..._extras.lift.groups import (
 )
 from ..._types import ProgressLike, RematLike, Save
 
-Group: TypeAlias = Sequence[Mapping[str, Any]]
+Group: TypeAlias = Sequence[Mapping[str, PyTree]]
 """Collections, or rngs, by their names, for each scope."""
 
+ScopeFn: TypeAlias = Callable[..., Sequence[Scope]]
+"""Makes scopes of groups, as flax's `pack` has it."""
 
-Axes: TypeAlias = dict[Any, int]
+RepackFn: TypeAlias = Callable[[Sequence[Scope]], Sequence[Group]]
+"""Makes groups of scopes."""
+
+Axes: TypeAlias = dict[CollectionFilter, int]
 """The entries of `variable_axes` that go one way: for each filter of collections the axis of the steps in these."""
 
 
-def axes_of(variable_axes: Mapping[Any, Any]) -> tuple[Axes, Axes]:
+def axes_of(variable_axes: Mapping[CollectionFilter, object]) -> tuple[Axes, Axes]:
     """The entries that go in, which are all but those of type `Out`, and those that come out, all but `In`."""
     entries = list(zip(variable_axes, check_axes_of(variable_axes), strict=True))
     into = {names: axis.into for names, axis in entries if axis.into is not None}
@@ -69,7 +75,7 @@ class ScopedCall:
     """A function of scopes, in the terms of groups. Flax keeps groups of collections by scope: tuples of dicts.
 
     Attributes:
-        scope_fn: makes scopes of groups, as flax's `pack` has it.
+        scope_fn: makes scopes of groups.
         repack_fn: makes groups of scopes.
         function: the function.
         split: for each group of rngs whether each step has its own.
@@ -80,23 +86,23 @@ class ScopedCall:
         counters: for each scope where its rngs count from in each call; None: they count on.
     """
 
-    scope_fn: Callable[..., Any]
-    repack_fn: Callable[..., Any]
-    function: Callable[..., Any]
+    scope_fn: ScopeFn
+    repack_fn: RepackFn
+    function: Callable[..., object]
     split: Sequence[bool]
-    data_transform: Callable[..., Any] | None = None
+    data_transform: Callable[..., object] | None = None
     constant: bool = True
     changed: bool = False
     counters: list[dict[Any, Any]] | None = None
 
-    def scopes(self, groups: Groups, rngs: Rngs) -> Any:
+    def scopes(self, groups: Groups, rngs: Rngs) -> Sequence[Scope]:
         """The scopes of one step."""
-        variables: Any = (groups.broadcast, groups.carried, *groups.scanned)
-        keys: Any = tuple(s if on else k for s, k, on in zip(rngs.split, rngs.shared, self.split, strict=True))
+        variables = (groups.broadcast, groups.carried, *groups.scanned)
+        keys = tuple(s if on else k for s, k, on in zip(rngs.split, rngs.shared, self.split, strict=True))
         return self.scope_fn(*transformed(self.data_transform, variables, keys))
 
     def __call__(
-        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
+        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[PyTree, ...]
     ) -> tuple[PyTree, PyTree, Groups]:
         """One step. Carried collections that it may not change are returned as they were given."""
         scopes = self.scopes(groups, rngs)
@@ -166,17 +172,17 @@ FLAX = dataclasses.replace(LIFT, verb="flax.scan")
 class Settings:
     """What flax says of a loop: the arguments of its `scan`, with the defaults of those that `methods` leaves out."""
 
-    variable_axes: Mapping[Any, Any] = FrozenDict()
-    variable_broadcast: Any = False
-    variable_carry: Any = False
-    split_rngs: Mapping[Any, bool] = FrozenDict()
-    in_axes: Any = 0
-    out_axes: Any = 0
+    variable_axes: Mapping[CollectionFilter, object] = FrozenDict()
+    variable_broadcast: CollectionFilter = False
+    variable_carry: CollectionFilter = False
+    split_rngs: Mapping[PRNGSequenceFilter, bool] = FrozenDict()
+    in_axes: PyTree = 0
+    out_axes: PyTree = 0
     length: int | None = None
     reverse: bool = False
     unroll: int | bool = 1
     _split_transpose: bool = False
-    data_transform: Callable[..., Any] | None = None
+    data_transform: Callable[..., object] | None = None
     metadata_params: Mapping[Any, Any] = FrozenDict()
     check_constancy_invariants: bool = True
 
@@ -197,12 +203,14 @@ class Settings:
         )
 
 
-def _plain(axes: Any) -> Any:
+def _plain(axes: PyTree) -> PyTree:
     """Axes with None for what flax calls broadcast."""
     return jax.tree.map(lambda axis: None if axis is broadcast else axis, axes)
 
 
-def _lift(function: Any, target: Any, settings: Settings, more: Mapping[str, Any]) -> Any:
+def _lift(
+    function: Callable[..., object], target: Any, settings: Settings, more: Mapping[str, Any]
+) -> Callable[..., Any]:
     """A function of a scope, of one step, as that of all steps."""
     try:
         into, out = axes_of(settings.variable_axes)
@@ -214,12 +222,17 @@ def _lift(function: Any, target: Any, settings: Settings, more: Mapping[str, Any
     metadata, constant = settings.metadata_params, settings.check_constancy_invariants
 
     def run(
-        scope_fn: Any, repack_fn: Any, variables: tuple[Any, ...], rngs: tuple[Any, ...], init: PyTree, *args: Any
-    ) -> Any:
+        scope_fn: ScopeFn,
+        repack_fn: RepackFn,
+        variables: Sequence[Group],
+        rngs: Sequence[Group],
+        init: PyTree,
+        *args: PyTree,
+    ) -> tuple[tuple[PyTree, PyTree], tuple[PyTree, ...]]:
         shared, carried, *scanned = variables
         call = ScopedCall(scope_fn, repack_fn, function, split, settings.data_transform, constant=constant)
 
-        def again(made: Any, reads_keys: bool) -> Any:
+        def again(made: Group, reads_keys: bool) -> Group | None:
             """Broadcast variables for a second trace, where flax's shows: it counts on from the keys of the first."""
             return merged(shared, made) if constant and (call.changed or reads_keys) else None
 
@@ -237,11 +250,11 @@ def _lift(function: Any, target: Any, settings: Settings, more: Mapping[str, Any
     return pack(verb(run), (*first, *into), (*first, *out), tuple(settings.split_rngs), name="scan")
 
 
-def _transform(target: Any, more: Mapping[str, Any]) -> Any:
+def _transform(target: Any, more: Mapping[str, Any]) -> Callable[..., Callable[..., Any]]:
     """The transform that flax applies to functions of scopes, with what treescan takes beside flax's arguments."""
 
     # Flax makes the names of transformed modules, under which their parameters are stored, of that of the transform.
-    def scan(fn: Callable[..., Any], **given: Any) -> Any:
+    def scan(fn: Callable[..., object], **given: Any) -> Callable[..., Any]:
         return _lift(fn, target, Settings(**given), more)
 
     return scan
@@ -251,11 +264,11 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
 def scan(
     target: Target,
     variable_axes: Mapping[Any, Any] = FrozenDict(),
-    variable_broadcast: Any = False,
-    variable_carry: Any = False,
+    variable_broadcast: CollectionFilter = False,
+    variable_carry: CollectionFilter = False,
     split_rngs: Mapping[Any, bool] = FrozenDict(),
-    in_axes: Any = 0,
-    out_axes: Any = 0,
+    in_axes: PyTree = 0,
+    out_axes: PyTree = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,

@@ -9,6 +9,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 from flax import nnx
 
+from ..._avals import PyTree
 from ..._body.call import check_callable
 from ..._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, expect, explain, verb
 from ..._options.progress.meters import shown_as
@@ -54,7 +55,7 @@ def scan(**settings: Unpack[Settings]) -> Callable[[F], F]: ...
 def scan(f: F, **settings: Unpack[Settings]) -> F: ...
 @verb
 def scan(
-    f: Any = None,
+    f: Callable[..., Any] | None = None,
     *,
     length: int | None = None,
     reverse: bool = False,
@@ -68,7 +69,7 @@ def scan(
     remat: RematLike | None = None,
     progress: ProgressLike = None,
     check_finite: bool = False,
-) -> Any:
+) -> Callable[..., Any]:
     """Scans a function whose arguments and outputs are arrays, flax.nnx modules, or trees of both.
 
     It takes the arguments of `nnx.scan`, and returns the same: outputs, and modules that are updated in place. The loop
@@ -139,7 +140,7 @@ def scan(
     return functools.partial(verb(_decorated), settings) if f is None else _decorated(settings, f)
 
 
-def _decorated(settings: tuple[Any, ...], f: Any) -> Any:
+def _decorated(settings: tuple[Any, ...], f: Callable[..., Any]) -> Callable[..., Any]:
     try:
         return _scanning(f, *settings)
     except Exception as error:
@@ -148,7 +149,7 @@ def _decorated(settings: tuple[Any, ...], f: Any) -> Any:
 
 
 def _scanning(
-    f: Any,
+    f: Callable[..., Any],
     in_axes: Axes,
     out_axes: Axes,
     metadata: Mapping[str, Any],
@@ -173,7 +174,7 @@ def _scanning(
 
     @functools.wraps(f)
     @verb
-    def scanning(*args: Any, **kwargs: Any) -> Any:
+    def scanning(*args: PyTree, **kwargs: PyTree) -> PyTree:
         try:
             return step.run(in_axes, *_positional(f, args, kwargs), options)
         except Exception as error:
@@ -183,7 +184,9 @@ def _scanning(
     return scanning
 
 
-def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[Any, ...]]:
+def _positional(
+    f: Callable[..., object], args: tuple[PyTree, ...], kwargs: Mapping[str, PyTree]
+) -> tuple[list[str], tuple[PyTree, ...]]:
     """The arguments by their places, defaults included, each with its name."""
     try:
         signature = inspect.signature(f)
@@ -206,7 +209,7 @@ def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     return [*names, *(f"args[{i}]" for i in range(len(names), len(bound.args)))], bound.args
 
 
-def _refuse_method(f: Any) -> None:
+def _refuse_method(f: Callable[..., object]) -> None:
     while isinstance(f, functools.partial):
         f = f.func
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias, TypeGuard
 
 import jax
 from flax import nnx
@@ -17,9 +17,13 @@ from ..._tree import Prefix, is_static, leaves_with_path, same_structure
 from ..._types import Axes
 from ..._verbs.prepare import run_scan
 from ._variables import (
+    Graph,
     ModuleAxes,
     Named,
+    NodeLike,
     Role,
+    State,
+    Variable,
     by_name,
     check_level,
     check_shared,
@@ -41,6 +45,9 @@ CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry),
 TAG = "treescan"
 """The tag of the `nnx.update_context`, by which modules are told from one side of the loop to the other."""
 
+Groups: TypeAlias = tuple[tuple[Named, Named], ...]
+"""For each axis the state of the nodes that has it, and arrays."""
+
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Layout:
         roles: their roles.
     """
 
-    graph: Any
+    graph: Graph
     tree: TreeDef
     places: tuple[tuple[Role, int], ...]
     names: tuple[str, ...] = ()
@@ -75,12 +82,12 @@ class Node:
 class Parts:
     """Trees that are taken apart: nodes, and arrays by their roles."""
 
-    nodes: list[Any] = field(default_factory=list)
+    nodes: list[NodeLike] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     roles: list[Role] = field(default_factory=list)
     arrays: dict[Role, list[tuple[str, Any]]] = field(default_factory=dict)
 
-    def add_node(self, name: str, node: Any, role: Role) -> int:
+    def add_node(self, name: str, node: NodeLike, role: Role) -> int:
         """Returns its index."""
         self.nodes.append(node)
         self.names.append(name)
@@ -111,14 +118,14 @@ class Parts:
         """The arrays of a state of the nodes."""
         return Named.of(state, tuple(self.names))
 
-    def groups(self, states: Sequence[Named], axes: Sequence[int]) -> tuple[tuple[Named, Named], ...]:
+    def groups(self, states: Sequence[Named], axes: Sequence[int]) -> Groups:
         """What has each axis: the state of the nodes, and arrays."""
         return tuple((state, self.named(axis)) for state, axis in zip(states, axes, strict=True))
 
 
 def split(
     parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any], tag: str | None = TAG
-) -> tuple[Any, list[Named]]:
+) -> tuple[Graph, list[Named]]:
     """The structure of all nodes, and their arrays: the carried ones, those given whole, and those of each axis."""
     graph, states = split_live(parts, axes, tag)
     if metadata:
@@ -128,7 +135,7 @@ def split(
 
 def split_live(
     parts: Parts, axes: Sequence[int], tag: str | None = None, *, keeps: bool = False
-) -> tuple[Any, list[PyTree]]:
+) -> tuple[Graph, list[State]]:
     """The structure of all nodes, and states with their variables themselves: the carried ones, and those of each axis.
 
     Args:
@@ -150,7 +157,7 @@ def split_live(
     return graph, states
 
 
-def merge(graph: Any, states: Sequence[Named], tag: str | None = None, inner: bool | None = None) -> list[Any]:
+def merge(graph: Graph, states: Sequence[Named], tag: str | None = None, inner: bool | None = None) -> list[NodeLike]:
     """The nodes: with a tag new ones inside of the step, and outside of the loop those that were there, updated.
 
     Without a tag, they are new, and have no tie to others.
@@ -158,7 +165,7 @@ def merge(graph: Any, states: Sequence[Named], tag: str | None = None, inner: bo
     if not states:
         return []
     with nnx.merge_context(tag, inner) as context:
-        nodes: list[Any] = context.merge(graph, *(state.state() for state in states))
+        nodes: list[NodeLike] = context.merge(graph, *(state.state() for state in states))
     return nodes
 
 
@@ -209,7 +216,7 @@ class ModuleStep:
             )
         return Named(args__.names, (new_carry, new_variables)), (layout_out, parts.groups(states, self.axes))
 
-    def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    def run(self, in_axes: Axes, names: list[str], args: tuple[PyTree, ...], options: Mapping[str, Any]) -> PyTree:
         """Runs the step over arguments, which have these names."""
         parts = Parts()
         with nnx.update_context(TAG):
@@ -226,15 +233,15 @@ class ModuleStep:
             nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], TAG, inner=False)
         return self._put_out(layout, fill(carry, nodes), nodes, groups)
 
-    def _joined(self, layout: Layout, nodes: list[Any], groups: Any, whole: tuple[Any, ...] = ()) -> Any:
+    def _joined(self, layout: Layout, nodes: list[NodeLike], groups: Groups, whole: tuple[PyTree, ...] = ()) -> PyTree:
         """The arguments, or the outputs, less the carry."""
-        known: dict[Role, Any] = {"node": nodes, None: whole}
+        known: dict[Role, Sequence[PyTree]] = {"node": nodes, None: whole}
         known |= {axis: leaves.values for axis, (_, leaves) in zip(self.axes, groups, strict=True)}
         return jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
 
     def _take_in(
-        self, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts, carried: Parts
-    ) -> tuple[PyTree, Any, tuple[Any, ...]]:
+        self, in_axes: Axes, names: list[str], args: tuple[PyTree, ...], parts: Parts, carried: Parts
+    ) -> tuple[PyTree, TreeDef, tuple[tuple[Role, int], ...]]:
         """Takes the arguments apart, the nodes of the carry to `carried`, and the rest to `parts`.
 
         Returns the carry with `Node` in the places of nodes, the structure of the rest, and where its leaves are.
@@ -264,7 +271,7 @@ class ModuleStep:
         places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
         return carry, jax.tree.structure(rest, is_leaf=is_node), places
 
-    def _put_out(self, layout: Layout, carry: PyTree, nodes: list[Any], groups: Any) -> Any:
+    def _put_out(self, layout: Layout, carry: PyTree, nodes: list[NodeLike], groups: Groups) -> PyTree:
         out = self._joined(layout, nodes, groups)
         alone = self.returned is not None and not isinstance(self.out_axes.tree, tuple)
         return carry if alone else _replaced(out, self.returned, carry)
@@ -274,7 +281,7 @@ class ModuleStep:
         leaves, structure = jax.tree.flatten(removed)
         return Named(state.names, tuple(leaves), structure)
 
-    def _apart(self, out: Any) -> tuple[Any, Any]:
+    def _apart(self, out: PyTree) -> tuple[PyTree, PyTree]:
         """The carry, and the outputs with None in its place."""
         if self.returned is None:
             return None, out
@@ -288,7 +295,7 @@ class ModuleStep:
             )
         return out[self.returned], _replaced(out, self.returned, None)
 
-    def _take_out(self, out: Any, parts: Parts) -> tuple[Layout, list[Named]]:
+    def _take_out(self, out: PyTree, parts: Parts) -> tuple[Layout, list[Named]]:
         axes = self.out_axes.tree
         if self.returned is not None:
             axes = None if not isinstance(axes, tuple) else tuple(None if a is nnx.Carry else a for a in axes)
@@ -305,21 +312,23 @@ class ModuleStep:
         return Layout(graph, jax.tree.structure(out, is_leaf=is_node), places), states
 
 
-def _replaced(items: tuple[Any, ...], index: int | None, item: Any) -> tuple[Any, ...]:
+def _replaced(items: tuple[PyTree, ...], index: int | None, item: PyTree) -> tuple[PyTree, ...]:
     """The items with another one at an index; without an index the same."""
     return items if index is None else (*items[:index], item, *items[index + 1 :])
 
 
-def fill(tree: PyTree, nodes: Sequence[Any]) -> PyTree:
+def fill(tree: PyTree, nodes: Sequence[NodeLike]) -> PyTree:
     """A tree with nodes in their places."""
     return jax.tree.map(lambda leaf: nodes[leaf.index] if _is_place(leaf) else leaf, tree, is_leaf=_is_place)
 
 
-def _is_place(leaf: Any) -> bool:
+def _is_place(leaf: object) -> TypeGuard[Node]:
     return isinstance(leaf, Node)
 
 
-def nodes_of_carry(name: str, given: PyTree, returned: PyTree) -> tuple[list[Node], list[tuple[str, Any]], list[Row]]:
+def nodes_of_carry(
+    name: str, given: PyTree, returned: PyTree
+) -> tuple[list[Node], list[tuple[str, NodeLike]], list[Row]]:
     """The nodes of a carry that was given, those of the one that was returned, and a row if their numbers differ."""
     was = [leaf for leaf in jax.tree.leaves(given, is_leaf=_is_place) if _is_place(leaf)]
     now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
@@ -370,7 +379,7 @@ def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
 # in are held on to. Whatever else a step does to its modules, new variables included, is lost.
 
 
-Place = tuple[str, "nnx.Variable[Any]"]
+Place = tuple[str, Variable]
 
 
 @dataclass(frozen=True)
@@ -406,7 +415,7 @@ class ValueStep(ModuleStep):
         outputs = (layout_out, parts.groups(states[2:], self.axes), updates)
         return Named(args__.names, (new_carry, carried, new_kept)), outputs
 
-    def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    def run(self, in_axes: Axes, names: list[str], args: tuple[PyTree, ...], options: Mapping[str, Any]) -> PyTree:
         """Runs the step over arguments, which have these names."""
         parts, carried = Parts(), Parts()
         carry, tree, places = self._take_in(in_axes, names, args, parts, carried)
@@ -429,18 +438,18 @@ class ValueStep(ModuleStep):
         return self._put_out(layout, fill(carry, carried.nodes), nodes, groups)
 
 
-def _changed(before: PyTree, now: PyTree, nodes: tuple[str, ...]) -> dict[str, nnx.Variable[Any]]:
+def _changed(before: State, now: State, nodes: tuple[str, ...]) -> dict[str, Variable]:
     """The variables of a state that are not as they were."""
     pairs = zip(variables_of(before, nodes), variables_of(now, nodes), strict=True)
     return {name: new for (name, old), (_, new) in pairs if not _same(old, new)}
 
 
-def _same(old: nnx.Variable[Any], new: nnx.Variable[Any]) -> bool:
+def _same(old: Variable, new: Variable) -> bool:
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=False)
     return same_structure(old, new) and all(a is b for a, b in pairs)
 
 
-def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], held: Layout) -> tuple[PyTree, Named]:
+def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[NodeLike], held: Layout) -> tuple[PyTree, Named]:
     """The carry that was returned with `Node` in the places of its nodes, and their values.
 
     A module may be another one if its variables are those that were given.
@@ -481,7 +490,7 @@ def refuse_aliases(carried: Parts, parts: Parts, *, tree: bool) -> None:
     _refuse_twice(both, ArgumentError, "{call} got one variable in two places")
 
 
-def refuse_aliases_of_outputs(out: Sequence[tuple[str, Any]], given: list[Any], *, tree: bool) -> None:
+def refuse_aliases_of_outputs(out: Sequence[tuple[str, NodeLike]], given: list[Variable], *, tree: bool) -> None:
     """Refuses outputs that hold variables that the step was given, or one variable twice."""
     places = _places(out, tree=tree)
     inputs = [(name, variable) for name, variable in places if any(variable is one for one in given)]
@@ -495,7 +504,7 @@ def refuse_aliases_of_outputs(out: Sequence[tuple[str, Any]], given: list[Any], 
         _refuse_twice(places, BodyError, "{body} returned one variable in two places")
 
 
-def _places(nodes: Iterable[tuple[str, Any]], *, tree: bool) -> list[Place]:
+def _places(nodes: Iterable[tuple[str, NodeLike]], *, tree: bool) -> list[Place]:
     """The variables of nodes with their names: in all places if nodes are trees, and otherwise each once in a node."""
     if not tree:
         return [(spelled(name, path), value) for name, node in nodes for path, value in variables_in(node)]
@@ -517,7 +526,7 @@ def _refuse_twice(places: Iterable[Place], kind: type[TreescanError], what: str)
 
 
 def put_back(
-    live: Sequence[PyTree], kept: Named, updates: Sequence[Mapping[str, nnx.Variable[Any]]], nodes: tuple[str, ...]
+    live: Sequence[State], kept: Named, updates: Sequence[Mapping[str, Variable]], nodes: tuple[str, ...]
 ) -> None:
     """Updates the variables that went in: those given whole to every step, and those that steps changed."""
     whole, *scanned = (variables_of(state, nodes) for state in live)

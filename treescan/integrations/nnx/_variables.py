@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
 
@@ -11,16 +11,24 @@ import jax
 import jax.tree_util as jtu
 from flax import nnx
 from flax.errors import TraceContextError
+from flax.typing import PathParts
 
-from ..._avals import Array, PyTree, describe_argument, describe_leaf
+from ..._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf
 from ..._errors import Misuse, Row, TypeMisuse
 from ..._tree import KeyPath, PrefixMismatch, Root, broadcast_prefix, leaves_with_path, path_str
 from ..._types import Axes
 from ...carries._base import AbstractCarry
 from ...carries._registry import register_carry
 
+Variable: TypeAlias = nnx.Variable[Any]
+State: TypeAlias = nnx.State[Any, Any]
+Graph: TypeAlias = nnx.GraphDef[Any]
 
-def differences(name: str, given: nnx.Variable[Any], now: nnx.Variable[Any]) -> list[Row]:
+NodeLike: TypeAlias = nnx.Pytree | Variable
+"""That of which nnx keeps the identity: a module or whatever else holds variables, or a variable."""
+
+
+def differences(name: str, given: Variable, now: Variable) -> list[Row]:
     """How two variables differ in type and metadata, under the name of the first."""
     if type(given) is not type(now):
         return [Row(name, type(given).__name__, type(now).__name__, "type")]
@@ -29,28 +37,28 @@ def differences(name: str, given: nnx.Variable[Any], now: nnx.Variable[Any]) -> 
     return [Row(name, _entry(old, key), _entry(new, key), "metadata") for key in changed]
 
 
-def _same_metadata(given: Any, now: Any) -> bool:
+def _same_metadata(given: object, now: object) -> bool:
     try:
         return bool(given is now or given == now)
     except Exception:  # arrays, for example, whose `==` is no answer
         return False
 
 
-def _entry(metadata: Mapping[str, Any], key: str) -> str:
+def _entry(metadata: Mapping[str, object], key: str) -> str:
     if key not in metadata:
         return f"(no {key})"
     value = metadata[key]
     return f"{key}={describe_leaf(value) if isinstance(value, tuple) else describe_argument(value)}"
 
 
-_GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
+_GRAPH: dict[str, bool] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
 
 
 @jtu.register_pytree_with_keys_class
 class Named:
     """Values by their names. `structure` is what else there is to know, and static."""
 
-    def __init__(self, names: tuple[str, ...], values: tuple[Any, ...], structure: Any = None) -> None:
+    def __init__(self, names: tuple[str, ...], values: tuple[PyTree, ...], structure: TreeDef = None) -> None:
         self.names = names
         self.values = values
         self.structure = structure
@@ -65,21 +73,21 @@ class Named:
         """The state whose arrays these are."""
         return jtu.tree_unflatten(self.structure, self.values)
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Root, Any]], Any]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Root, PyTree]], tuple[tuple[str, ...], TreeDef]]:
         children = [(Root(name), value) for name, value in zip(self.names, self.values, strict=True)]
         return children, (self.names, self.structure)
 
     @classmethod
-    def tree_unflatten(cls, known: Any, values: tuple[Any, ...]) -> Named:
+    def tree_unflatten(cls, known: tuple[tuple[str, ...], TreeDef], values: tuple[PyTree, ...]) -> Named:
         return cls(known[0], tuple(values), known[1])
 
 
-def by_name(tree: PyTree) -> dict[str, Any]:
+def by_name(tree: PyTree) -> dict[str, Array]:
     """The arrays of a tree by their names in messages."""
     return dict(leaves_with_path("", tree))
 
 
-def variables_of(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
+def variables_of(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, Variable]]:
     """The variables in a state of named nodes, each with its path from the node's name."""
     found = jtu.tree_leaves_with_path(state, is_leaf=is_variable)
     return [(_name(path, nodes), leaf) for path, leaf in found if is_variable(leaf)]
@@ -90,7 +98,7 @@ def _name(path: KeyPath, nodes: tuple[str, ...]) -> str:
     return nodes[path[0].key] + "".join(map(_attribute, path[1:]))
 
 
-def _attribute(key: Any) -> str:
+def _attribute(key: object) -> str:
     match key:
         case jtu.GetAttrKey(name="value"):  # of a variable: its array is meant
             return ""
@@ -100,17 +108,17 @@ def _attribute(key: Any) -> str:
             return path_str("", (key,))
 
 
-def is_variable(leaf: Any) -> TypeGuard[nnx.Variable[Any]]:
+def is_variable(leaf: object) -> TypeGuard[Variable]:
     """Whether it is a variable."""
     return isinstance(leaf, nnx.Variable)
 
 
-def is_node(leaf: Any) -> bool:
-    """Whether nnx keeps the identity of an object: a module or whatever else holds variables, or a variable."""
+def is_node(leaf: object) -> TypeGuard[NodeLike]:
+    """Whether nnx keeps the identity of an object."""
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
 
 
-def variables_in(node: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
+def variables_in(node: object) -> Iterator[tuple[PathParts, Variable]]:
     """The variables of a node, each once, with their paths in it."""
     for path, value in nnx.iter_graph(node, **_GRAPH):
         if is_variable(value):
@@ -122,19 +130,19 @@ def leaves_and_nodes(root: str, tree: PyTree) -> list[tuple[str, Any]]:
     return leaves_with_path(root, tree, is_leaf=is_node)
 
 
-def replace_nodes(tree: PyTree, replace: Any) -> PyTree:
+def replace_nodes(tree: PyTree, replace: Callable[[NodeLike], object]) -> PyTree:
     """A tree with `replace(node)` in the places of its nodes."""
     return jax.tree.map(lambda leaf: replace(leaf) if is_node(leaf) else leaf, tree, is_leaf=is_node)
 
 
-def spelled(name: str, path: Iterable[Any]) -> str:
+def spelled(name: str, path: PathParts) -> str:
     """The name of what is at a path of nnx in the node of this name."""
     return name + "".join(f".{key}" for key in path)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ModuleCarry(AbstractCarry[Any, Any]):
+class ModuleCarry(AbstractCarry[nnx.Pytree, nnx.Pytree]):
     """An nnx module in the loop. The body sees the module, may change its variables, and returns it.
 
     All rows of a `mask_scan` share it. It is updated in steps in which any row is valid.
@@ -144,14 +152,14 @@ class ModuleCarry(AbstractCarry[Any, Any]):
         graph: everything else, which is the same in every step.
     """
 
-    state: PyTree
-    graph: Any = field(metadata={"static": True})
+    state: State
+    graph: nnx.GraphDef[nnx.Pytree] = field(metadata={"static": True})
 
-    def read(self) -> Any:
+    def read(self) -> nnx.Pytree:
         """The module."""
         return nnx.merge(self.graph, self.state)
 
-    def write(self, returned: Any, valid: Array | None) -> ModuleCarry:
+    def write(self, returned: nnx.Pytree, valid: Array | None) -> ModuleCarry:
         """The variables of the module that was returned."""
         if not isinstance(returned, nnx.Pytree):
             raise TypeError(f"the step returned a {type(returned).__name__} instead of the module that it was given")
@@ -171,14 +179,14 @@ class ModuleCarry(AbstractCarry[Any, Any]):
         return None
 
 
-def _differences(given: Any, now: Any) -> list[Row]:
+def _differences(given: nnx.Pytree, now: nnx.Pytree) -> list[Row]:
     """What became of the variables that both modules have."""
     old, new = (dict(variables_in(module)) for module in (given, now))
     both = [path for path in old if path in new]
     return [row for path in both for row in differences(".".join(map(str, path)), old[path], new[path])]
 
 
-def _to_carry(module: Any) -> ModuleCarry:
+def _to_carry(module: nnx.Pytree) -> ModuleCarry:
     graph, state = nnx.split(module)
     return ModuleCarry(state, graph)
 
@@ -191,7 +199,7 @@ Role: TypeAlias = Any
 
 KINDS = "an axis, None, `nnx.Carry`, or an `nnx.StateAxes` of these"
 _TREE_STATE: Any = getattr(nnx.extract, "TreeState", nnx.State)  # what `nnx.prefix` makes
-_OF_MODULES: Any = (nnx.Pytree, nnx.Variable, nnx.State, _TREE_STATE)
+_OF_MODULES: tuple[type, ...] = (nnx.Pytree, nnx.Variable, nnx.State, _TREE_STATE)
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +212,7 @@ class ModuleAxes:
 
     axes: Any
 
-    def at(self, path: tuple[Any, ...], name: str) -> Role:
+    def at(self, path: PathParts, name: str) -> Role:
         """The role of the variable that is there in the module of this name."""
         axes = getattr(self.axes, "state", self.axes) if isinstance(self.axes, _TREE_STATE) else self.axes
         for key in path:
@@ -339,7 +347,7 @@ def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
         ) from None
 
 
-def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
+def role_of(role: Role, path: PathParts, value: Any, name: str) -> Role:
     """The role of one variable of a node.
 
     Args:
@@ -363,17 +371,18 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
 
 def filters_of(
     roles: Sequence[Role], names: Sequence[str], axes: Sequence[int], *, keeps: bool = False
-) -> list[Callable[[tuple[Any, ...], Any], bool]]:
+) -> list[Callable[[PathParts, object], bool]]:
     """What splits the variables of a list of nodes into the carried, those given whole, and those of each axis.
 
     If it `keeps` changes, variables that are given whole are among the carried ones.
     """
-    known: dict[tuple[Any, ...], Role] = {}  # by paths, which begin with the index of the node
+    known: dict[PathParts, Role] = {}  # by paths, which begin with the index of the node
 
-    def has(wanted: Role) -> Callable[[tuple[Any, ...], Any], bool]:
-        def takes(path: tuple[Any, ...], value: Any) -> bool:
+    def has(wanted: Role) -> Callable[[PathParts, object], bool]:
+        def takes(path: PathParts, value: object) -> bool:
             if path not in known:
-                node: int = path[0]
+                node = path[0]
+                assert isinstance(node, int)
                 role = role_of(roles[node], path[1:], value, names[node])
                 known[path] = nnx.Carry if keeps and role is None and isinstance(value, nnx.Variable) else role
             return known[path] is wanted if wanted is None or wanted is nnx.Carry else known[path] == wanted
@@ -383,9 +392,9 @@ def filters_of(
     return [has(nnx.Carry), has(None), *map(has, axes)]
 
 
-def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[str]) -> None:
+def check_shared(nodes: Sequence[NodeLike], roles: Sequence[Role], names: Sequence[str]) -> None:
     """Refuses a variable that is in several places with different roles."""
-    seen: dict[int, tuple[Any, list[tuple[str, Role]]]] = {}
+    seen: dict[int, tuple[Variable, list[tuple[str, Role]]]] = {}
     for node, role, name in zip(nodes, roles, names, strict=True):
         for path, value in variables_in(node):
             place = spelled(name, path), role_of(role, path, value, name)
@@ -400,14 +409,14 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
             )
 
 
-def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
+def check_level(nodes: Sequence[NodeLike], names: Sequence[str]) -> None:
     """Refuses variables of nodes that cannot be updated here, before the first of them is."""
     for node, name in zip(nodes, names, strict=True):
         for path, value in variables_in(node):
             check_updatable(spelled(name, path), value)
 
 
-def check_updatable(name: str, variable: nnx.Variable[Any]) -> None:
+def check_updatable(name: str, variable: Variable) -> None:
     """Refuses a variable that cannot be updated here."""
     try:
         variable.set_metadata(variable.get_metadata())  # what it has already: flax says whether it may be set
