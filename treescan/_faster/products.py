@@ -48,7 +48,7 @@ ELEMENTWISE = frozenset(
     }
 )
 # fmt: on
-"""Primitives that compute each element from few, or move it."""
+"""Primitives that compute each element from few, or move it. What any other computes, a derivative saves."""
 
 # fmt: off
 _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
@@ -59,10 +59,13 @@ _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
     }
 )
 # fmt: on
-"""Primitives that give for many steps what they give for each: they draw no random bits, and ask no other device."""
+"""Primitives that give for many steps what they give for each: they draw no random bits, and ask no other device.
+
+Any other stays in its step, with all that reads it.
+"""
 
 _SELECT = frozenset({"max", "min", "reduce_max", "reduce_min", "sort"})
-"""Primitives whose derivative compares their operands with their result."""
+"""Primitives of `_OF_EACH_STEP` whose derivative compares their operands with their result."""
 
 _OTHER_MESH = frozenset({"mesh_cast"})
 _INLINED = frozenset({"jit"})

@@ -24,13 +24,35 @@ from .._trace.trace import Trace
 from .._transforms.refuse import refuse_symbolic
 from .._types import Remat
 
-_ORDER = frozenset({"ge", "gt", "le", "lt"})
-_COMPARE = _ORDER | {"argmax", "argmin", "eq", "is_finite", "ne"}
+# The tables below name primitives. One that is in none of them neither decides nor chooses: its result is continuous in
+# what it is given, so two roundings of it are as good as one. `tests/promises/test_tables.py` holds this of every
+# primitive of JAX: a release with a new one fails there until somebody says what it does.
+
+_ORDER = frozenset({"ge", "gt", "le", "le_to", "lt", "lt_to"})
+"""Primitives that order two numbers; those with `_to` order all floating-point numbers, NaN too."""
+
+_COMPARE = _ORDER | {"argmax", "argmin", "eq", "eq_to", "is_finite", "ne"}
+"""Primitives that make a bool, or the number of a place, of numbers."""
+
 _RANK = frozenset({"approx_top_k", "sort", "top_k"})
+"""Primitives that may return numbers and their order."""
+
 _CAST = frozenset({"bitcast_convert_type", "convert_element_type"})
+"""Primitives that return what they are given in another type."""
+
 _JUMP = frozenset({"atan2", "ceil", "floor", "rem", "round", "sign"})
-_CHOOSE = frozenset({"argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"})
+"""Primitives that return floating-point numbers, and jump between them."""
+
 # fmt: off
+_CHOOSE = frozenset(
+    {
+        "approx_top_k", "argmax", "argmin", "cummax", "cummin", "max", "min", "pmax", "pmin", "reduce_max",
+        "reduce_min", "reduce_window_max", "reduce_window_min", "scatter-max", "scatter-min", "select_and_gather_add",
+        "select_and_scatter", "select_and_scatter_add", "sort", "top_k",
+    }
+)
+"""Primitives that return one of the numbers that they are given, or where it is. What holds others may choose, too."""
+
 _MOVES = _COMPARE | _CHOOSE | frozenset(
     {
         "and", "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "gather", "iota", "neg", "not", "or", "pad",
@@ -38,7 +60,8 @@ _MOVES = _COMPARE | _CHOOSE | frozenset(
     }
 )
 # fmt: on
-"""Primitives that round nothing: what they return, they were given, or it is a bool or a number of a place."""
+"""Primitives that round nothing: what they return, they were given, or it is a bool or a number of a place. Any other
+counts as rounding, which is the safe side."""
 _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
 
