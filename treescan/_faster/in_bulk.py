@@ -24,14 +24,26 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from .._avals import Array, PyTree, bytes_of, elements, parts_of, place_like, stacked_type, vary_over, varying_axes
+from .._avals import (
+    Array,
+    Aval,
+    Leaves,
+    PyTree,
+    bytes_of,
+    elements,
+    parts_of,
+    place_like,
+    stacked_type,
+    vary_over,
+    varying_axes,
+)
 from .._cpu import backend
 from .._cpu.rows import as_one_matrix, written
 from .._loop.chunk import RunChunk
@@ -39,9 +51,9 @@ from .._loop.feed import Feed, one_step
 from .._loop.loop import Arrays, Loop, Memo, Plan, Step
 from .._loop.run import run
 from .._outputs.outputs import QuietSteps
-from .._remat.checkpoint import Checkpointed, SaveDecisions, chooses
+from .._remat.checkpoint import Checkpointed, Policy, SaveDecisions, chooses
 from .._trace.cost import TRANSCENDENTAL, count_operations
-from .._trace.equations import PRODUCTS, alone, has_branches, values_of
+from .._trace.equations import PRODUCTS, alone, aval_of, has_branches, inputs_of, values_of
 from .._trace.hoist import lifted
 from .._trace.rewriting import Unproven, add_alike, typed_like
 from .._trace.rules import with_rule
@@ -49,12 +61,15 @@ from .._trace.smooth import fill_in, nonzero_part, smooth_part
 from .._trace.steps import array_of
 from .._trace.trace import Trace
 from .._trace.transposed import mapped_later, push_plainly
-from .products import ELEMENTWISE, Deferred, Slot, Split, products_of_step, slots_of
+from .products import ELEMENTWISE, Deferred, Parts, Reads, Slot, Split, products_of_step, slots_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 # Products of all steps.
 
 
-def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:
+def compute_early(program: Jaxpr, reads: Leaves, fed: Leaves) -> list[Array]:
     """What an open jaxpr computes of each step, for all of them: `[C, ...]`.
 
     Args:
@@ -66,7 +81,7 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
         Unproven: if a result is not a stack of what a step computes.
     """
     values = dict(zip(program.invars, [*reads, *fed], strict=True))
-    stacked = set(program.invars[len(reads) :])
+    _, stacked = map(set, inputs_of(program, (reads, fed)))
     for equation in program.eqns:
         taken, one = alone(program, equation)
         differ = [not hasattr(atom, "val") and atom in stacked for atom in equation.invars]
@@ -85,24 +100,25 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
     for value, var in zip(computed, program.outvars, strict=True):
         # No program is known that fails this. It is a net below the rules by which JAX maps primitives.
         of_one = value.shape[1:], value.dtype, parts_of(value)[1:]
-        if of_one != (var.aval.shape, var.aval.dtype, parts_of(var.aval)):
-            raise Unproven(f"{jax.typeof(value)} is computed for steps of {var.aval}")
+        aval = aval_of(var)
+        if of_one != (aval.shape, aval.dtype, parts_of(aval)):
+            raise Unproven(f"{jax.typeof(value)} is computed for steps of {aval}")
     return computed
 
 
-def _of_each_step(one: Any, values: list[Any], axes: list[int | None]) -> list[Array]:
+def _of_each_step(one: Jaxpr, values: Leaves, axes: list[int | None]) -> list[Array]:
     """What an equation gives for each step: mapped by JAX, whose rule for it may fail.
 
     That of `clamp` does in JAX 0.10 where a bound of rank 0 is mapped, and its operand is not.
     """
-    evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, one, [])
+    evaluate: Callable[..., Leaves] = functools.partial(eval_jaxpr, one, [])
     try:
         return jax.vmap(evaluate, axes)(*values)
     except Exception as error:
         raise Unproven(f"{one.eqns[0].primitive.name} cannot be mapped") from error
 
 
-def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -> Array:
+def product_of_steps(equation: JaxprEqn, stacked: Array, same: Array, operand: int) -> Array:
     """The products of all steps, `[C, ...]`.
 
     Args:
@@ -163,7 +179,7 @@ class Forward:
 
     split: Split
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], list[Any]]:
+    def __call__(self, consts: PyTree, state: Leaves, feed: Feed) -> tuple[Leaves, Leaves]:
         (reads, early), (place, fed) = consts, feed.x
         now = [_read(entry_of(stack, place)) for stack in early]
         rest = self.split.forward.rest
@@ -188,15 +204,15 @@ class Recorded:
     deferred: tuple[Deferred, ...]
     slots: tuple[Slot, ...]
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+    def __call__(self, consts: PyTree, state: Leaves, feed: Feed) -> tuple[Leaves, Any]:
         (reads, weights), (early, fed, added) = consts, feed.x
-        rest = self.split.derivative.rest
-        early = list(map(_read, early))
-        values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
-        is_fed = set(rest.invars[len(rest.invars) - len(fed) :])
+        rest, inputs = self.split.derivative.rest, self.split.derivative.inputs
+        read = Reads(reads, list(map(_read, early)), state, fed)
+        values = dict(zip(jax.tree.leaves(inputs), jax.tree.leaves(read), strict=True))
+        is_fed = set(inputs.fed)
         numbers = {product.equation: i for i, product in enumerate(self.deferred)}
         tangents = {slot.equation: zero for slot, zero in zip(self.slots, added, strict=True)}
-        kept: list[Any] = [None] * len(self.deferred)
+        kept: Leaves = [None] * len(self.deferred)
         for number, equation in enumerate(rest.eqns):
             taken, one = alone(rest, equation)
             given = [values[var] for var in taken]
@@ -213,8 +229,8 @@ class Recorded:
         return state, (y, kept)
 
 
-def _parted(split: Split, rest: Any, out: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    leaves = [array_of(value, var.aval) for value, var in zip(out, rest.outvars, strict=True)]
+def _parted(split: Split, rest: Jaxpr, out: Sequence[object]) -> tuple[Leaves, Leaves]:
+    leaves = [array_of(value, aval_of(var)) for value, var in zip(out, rest.outvars, strict=True)]
     count = split.state.num_leaves
     return leaves[:count], leaves[count:]
 
@@ -234,7 +250,7 @@ def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
 # A chunk of steps, and its derivative.
 
 
-def run_split(plan: Plan, split: Split, given: Arrays) -> tuple[list[Any], list[Any]]:
+def run_split(plan: Plan, split: Split, given: Arrays) -> tuple[Leaves, Leaves]:
     """Runs a chunk of steps: the leaves of the last state, and of ys. Its consts, state and xs are lists of leaves."""
     # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
     # a rule that referred to the memo would keep itself, and all that the body closes over.
@@ -250,7 +266,7 @@ def run_split(plan: Plan, split: Split, given: Arrays) -> tuple[list[Any], list[
     return with_rule(functools.partial(_forward, plan, split), rule)(given)
 
 
-def _forward(plan: Plan, split: Split, given: Arrays) -> tuple[list[Any], list[Any]]:
+def _forward(plan: Plan, split: Split, given: Arrays) -> tuple[Leaves, Leaves]:
     reads, state, fed = given
     early = compute_early(split.forward.early, reads, fed)
     return run(plan.having(step=Forward(split)), Arrays((reads, early), state, Feed((jnp.arange(plan.length), fed))))
@@ -266,12 +282,12 @@ def _push_forward(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> t
     """
     part, d_on = nonzero_part(given, d_given)
     on, off = part.split(given)
-    early, rest = split.derivative.early, split.derivative.rest
+    early, rest, inputs = split.derivative
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.consts[each.read], SymbolicZero))
-    slots = slots_of(rest, rest.invars[len(given.consts) : len(given.consts) + len(early.outvars)], deferred)
+    slots = slots_of(rest, inputs.early, deferred)
     in_slots = {i for slot in slots for i in slot.early}
 
-    def before_loop(on: list[Any]) -> list[Array]:
+    def before_loop(on: Leaves) -> list[Array]:
         whole: Arrays = part.join(on, off)
         return compute_early(early, whole.consts, whole.xs)
 
@@ -284,7 +300,7 @@ def _push_forward(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> t
         Recorded(split, deferred, slots), prevent_cse=False, policy=SaveDecisions(policy_within(rest))
     )
 
-    def recorded(on: list[Any], of_others: list[Array], added: list[Array]) -> tuple[list[Any], Any]:
+    def recorded(on: Leaves, of_others: list[Array], added: list[Array]) -> tuple[Leaves, Any]:
         whole: Arrays = part.join(on, off)
         before = [*values]
         for i, value in zip(others, of_others, strict=True):
@@ -293,11 +309,11 @@ def _push_forward(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> t
         state, (ys, kept) = run(plan.having(step=step), recording)
         return smooth_part((state, ys)).split((state, ys))[0], ((state, ys), kept)
 
-    zeros = [_zeros(plan.length, rest.eqns[slot.equation].outvars[0].aval) for slot in slots]
+    zeros = [_zeros(plan.length, aval_of(rest.eqns[slot.equation].outvars[0])) for slot in slots]
     _, push, (result, kept) = jax.linearize(recorded, on, [values[i] for i in others], zeros, has_aux=True)
     products = [
         product_of_steps(rest.eqns[each.equation], stacked, d_given.consts[each.read], each.operand)
-        for each, stacked in zip(deferred, _operands(rest, deferred, kept, given.xs), strict=True)
+        for each, stacked in zip(deferred, _operands(split.derivative, deferred, kept, given.xs), strict=True)
     ]
     added = [
         typed_like(
@@ -311,19 +327,19 @@ def _push_forward(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> t
     return result, fill_in(result, d_result)
 
 
-def _operands(rest: Any, deferred: Sequence[Deferred], kept: list[Any], fed: list[Any]) -> list[Array]:
+def _operands(parts: Parts, deferred: Sequence[Deferred], kept: Leaves, fed: Leaves) -> list[Array]:
     """What each product multiplies its weights with in each step, `[C, ...]`: what the loop kept, or was fed."""
-    feed = dict(zip(rest.invars[len(rest.invars) - len(fed) :], fed, strict=True))
-    others = [each.of(rest.eqns[each.equation])[1] for each in deferred]
+    feed = dict(zip(parts.inputs.fed, fed, strict=True))
+    others = [each.of(parts.rest.eqns[each.equation])[1] for each in deferred]
     return [feed.get(other, stacked) for other, stacked in zip(others, kept, strict=True)]
 
 
-def policy_within(jaxpr: Any) -> Callable[..., Any]:
+def policy_within(jaxpr: Jaxpr) -> Policy:
     """What a chunk that saves its steps saves of each: all but cheap operations, or all if the step chooses."""
     return jax.checkpoint_policies.everything_saveable if chooses(jaxpr) else save_all_but_cheap
 
 
-def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
+def save_all_but_cheap(prim: Primitive, *args: object, **params: object) -> bool:
     """The policy within a chunk: all is saved but what is computed again sooner than it is read.
 
     A transcendental function, for example `tanh`, is saved: XLA's CPU backend computes it in each fusion that reads it.
@@ -332,7 +348,7 @@ def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
     return prim.name not in ELEMENTWISE or prim.name in TRANSCENDENTAL
 
 
-def _zeros(length: int, aval: Any) -> Array:
+def _zeros(length: int, aval: Aval) -> Array:
     stacked = stacked_type(aval, length)
     return vary_over(place_like(jnp.zeros(stacked.shape, stacked.dtype), stacked), varying_axes(aval))
 
@@ -355,7 +371,7 @@ class InBulk:
         """Whether XLA runs the chunk as a loop."""
         return self.chunk.is_loop
 
-    def __call__(self, consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, PyTree]:
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         plan, given = self.chunk.plan, Arrays(consts, state, feed)
         split = _split_of(plan, given)
         if split is None:
@@ -429,7 +445,7 @@ def products_pay(trace: Trace, plan: Plan, given: Arrays) -> bool:
     split = None if trace.branches or chooses(trace.jaxpr) else _split_of(plan, given)
     if split is None:
         return False
-    early, rest = split.derivative.early, split.derivative.rest
+    early, rest, _ = split.derivative
     products = [rest.eqns[each.equation] for each in split.deferred]
     products += [equation for equation in early.eqns if equation.primitive.name in PRODUCTS]
     paying = [product for product in products if _has_rows(rest.replace(eqns=[product]))]
@@ -462,7 +478,7 @@ def saving_step(loop: Loop) -> Step:
     return Checkpointed(loop.step, looped=True, policy=policy_within(loop.hoisted.jaxpr))
 
 
-def _reads(split: Split, consts: PyTree) -> list[Any]:
+def _reads(split: Split, consts: PyTree) -> Leaves:
     same = [*split.closed, *jax.tree.leaves(consts)]
     return [*eval_jaxpr(split.once, [], *same), *same]
 

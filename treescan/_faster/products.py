@@ -9,32 +9,38 @@ takes as long for such a product as for its share of the product of many steps, 
 from __future__ import annotations
 
 import collections
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._avals import PyTree, elements, is_sharded
+from .._avals import Aval, Leaves, PyTree, TreeDef, elements, is_sharded
 from .._loop.feed import Feed
-from .._loop.loop import Step
+from .._loop.loop import Arrays, Step
 from .._remat.checkpoint import is_decision
 from .._trace.dependence import dependent
 from .._trace.equations import (
     PRODUCTS,
+    Called,
+    aval_of,
     branches_on_devices,
     called,
     equations_within,
     has_reverse_rule,
     holds,
     inlined,
+    inputs_of,
     named_axes,
     needed,
     variables_of,
 )
+
+if TYPE_CHECKING:
+    from jax.core import Atom
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 # fmt: off
 ELEMENTWISE = frozenset(
@@ -92,21 +98,40 @@ class Deferred(NamedTuple):
     operand: int
     read: int
 
-    def of(self, equation: Any) -> tuple[Any, Any]:
+    def of(self, equation: JaxprEqn) -> tuple[Var, Var]:
         """The variables that it multiplies: the one that is the same in every step, and the other."""
-        return equation.invars[self.operand], equation.invars[1 - self.operand]
+        pair = variables_of(equation.invars)  # a product with a literal is not deferred
+        return pair[self.operand], pair[1 - self.operand]
+
+
+class Reads(NamedTuple):
+    """What a part of a step reads: its variables, or their values.
+
+    Attributes:
+        same: what is the same in every step.
+        early: the products that were computed before.
+        state: the leaves of the state.
+        fed: the leaves of what the step is fed.
+    """
+
+    same: Leaves
+    early: Leaves
+    state: Leaves
+    fed: Leaves
 
 
 class Parts(NamedTuple):
     """A step in two parts, open jaxprs.
 
     Attributes:
-        early: computes products that do not wait for the state: (reads, feed) to a list.
-        rest: computes all else: (reads, early, state, feed) to (state, y).
+        early: computes products that do not wait for the state, from what is the same and what the step is fed.
+        rest: computes all else: from `Reads` to (state, y).
+        inputs: the inputs of the rest.
     """
 
-    early: Any
-    rest: Any
+    early: Jaxpr
+    rest: Jaxpr
+    inputs: Reads
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +148,13 @@ class Split:
         y: the structure of y.
     """
 
-    closed: list[Any]
-    once: Any
+    closed: Leaves
+    once: Jaxpr
     forward: Parts
     derivative: Parts
     deferred: tuple[Deferred, ...]
-    state: Any
-    y: Any
+    state: TreeDef
+    y: TreeDef
 
 
 def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Split | None:
@@ -140,24 +165,24 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
     for many steps at once.
     """
     traced, (_, y) = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(consts, state, feed)
-    return _split(traced, [jax.tree.leaves(tree) for tree in (consts, state, feed)], state, y)
+    return _split(traced, Arrays(*map(jax.tree.leaves, (consts, state, feed))), state, y)
 
 
-def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
+def _split(traced: ClosedJaxpr, given: Arrays, state: PyTree, y: PyTree) -> Split | None:
     jaxpr = traced.jaxpr
     left_alone = has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH) or branches_on_devices(jaxpr) or named_axes(jaxpr)
     if traced.effects or not _holds_products(jaxpr) or left_alone:
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):
-        traced = inlined(traced.jaxpr, traced.consts, list(itertools.chain(*groups)), _inlined)
-    found = _Found.of(traced.jaxpr, *map(len, groups))
+        traced = inlined(traced.jaxpr, traced.consts, jax.tree.leaves(given), _inlined)
+    found = _Found.of(traced.jaxpr, inputs_of(traced.jaxpr, given))
     early = found.early()
     deferred = found.deferred(early)
     if not early and not deferred:
         return None
-    given = {*traced.jaxpr.constvars, *found.consts}
-    once = list(dict.fromkeys(product.same for product in deferred if product.same not in given))
-    reads = [*once, *traced.jaxpr.constvars, *found.consts]
+    known = {*traced.jaxpr.constvars, *found.inputs.consts}
+    once = list(dict.fromkeys(product.same for product in deferred if product.same not in known))
+    reads = [*once, *traced.jaxpr.constvars, *found.inputs.consts]
     derivative, numbers = found.parts(reads, early)
     return Split(
         closed=list(traced.consts),
@@ -173,18 +198,18 @@ def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Sp
 class _Product(NamedTuple):
     """A product, and which operand is the same in every step."""
 
-    equation: Any
+    equation: JaxprEqn
     operand: int
 
     @property
-    def same(self) -> Any:
+    def same(self) -> Var:
         """The variable that is the same in every step."""
-        return self.equation.invars[self.operand]
+        return variables_of(self.equation.invars)[self.operand]
 
     @property
-    def other(self) -> Any:
+    def other(self) -> Var:
         """The variable that is not."""
-        return self.equation.invars[1 - self.operand]
+        return variables_of(self.equation.invars)[1 - self.operand]
 
 
 @dataclass(frozen=True)
@@ -193,49 +218,46 @@ class _Found:
 
     Attributes:
         jaxpr: the step.
-        consts: the inputs that are the same in every step.
-        state: those that the step before has computed.
-        feed: the others.
+        inputs: its inputs: leaves of the consts, of the state and of what it is fed.
         on_state: the variables that depend on the state.
         movable: those that can be computed for many steps at once.
         same: those that can be computed once for all steps.
     """
 
-    jaxpr: Any
-    consts: list[Any]
-    state: list[Any]
-    feed: list[Any]
-    on_state: set[Any]
-    movable: set[Any]
-    same: set[Any]
+    jaxpr: Jaxpr
+    inputs: Arrays
+    on_state: set[Var]
+    movable: set[Var]
+    same: set[Var]
 
     @classmethod
-    def of(cls, jaxpr: Any, consts: int, state: int, feed: int) -> _Found:
-        """Looks through a jaxpr that takes so many consts, leaves of the state and leaves of the feed."""
-        on_state = dependent(jaxpr, [*[False] * consts, *[True] * state, *[False] * feed])
-        invars = list(jaxpr.invars)
-        parts = invars[:consts], invars[consts : consts + state], invars[consts + state :]
-        movable, same = {*jaxpr.constvars, *invars} - on_state, {*jaxpr.constvars, *parts[0]}
+    def of(cls, jaxpr: Jaxpr, inputs: Arrays) -> _Found:
+        """Looks through a jaxpr with these inputs."""
+        state = set(inputs.state)
+        on_state = dependent(jaxpr, [var in state for var in jaxpr.invars])
+        movable, same = {*jaxpr.constvars, *jaxpr.invars} - on_state, {*jaxpr.constvars, *inputs.consts}
         for equation in filter(_is_of_each_step, jaxpr.eqns):
             for found in (movable, same):  # an equation is moved as a whole: all that it takes is known there
                 if found.issuperset(variables_of(equation.invars)):
                     found.update(equation.outvars)
-        return cls(jaxpr, *parts, on_state, movable, same)
+        return cls(jaxpr, inputs, on_state, movable, same)
 
-    def needed(self, outputs: Iterable[Any], given: set[Any]) -> list[Any]:
+    def needed(self, outputs: Iterable[Atom], given: set[Var]) -> list[JaxprEqn]:
         """The equations that compute the outputs from the inputs and what is given."""
         return needed(self.jaxpr.eqns, list(outputs), given)
 
-    def part(self, inputs: Iterable[Any], outputs: Iterable[Any], equations: list[Any]) -> Any:
+    def part(self, inputs: Iterable[Var], outputs: Iterable[Atom], equations: list[JaxprEqn]) -> Jaxpr:
         """These equations as an open jaxpr."""
         return self.jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=equations)
 
-    def parts(self, reads: list[Any], early: list[Any]) -> tuple[Parts, dict[int, int]]:
+    def parts(self, reads: Leaves, early: Leaves) -> tuple[Parts, dict[int, int]]:
         """The step in two parts, and the numbers of the equations of the rest, by their identity."""
         rest = self.needed(self.jaxpr.outvars, {*early, *reads})
+        inputs = Reads(reads, early, self.inputs.state, self.inputs.xs)
         parts = Parts(
-            self.part([*reads, *self.feed], early, self.needed(early, set(reads))),
-            self.part([*reads, *early, *self.state, *self.feed], self.jaxpr.outvars, rest),
+            self.part([*reads, *inputs.fed], early, self.needed(early, set(reads))),
+            self.part(jax.tree.leaves(inputs), self.jaxpr.outvars, rest),
+            inputs,
         )
         return parts, {id(equation): number for number, equation in enumerate(rest)}
 
@@ -249,59 +271,59 @@ class _Found:
             for pair in variables
             if pair.same in self.same
             and pair.other not in self.same
-            and jnp.issubdtype(pair.same.aval.dtype, jnp.inexact)
+            and jnp.issubdtype(aval_of(pair.same).dtype, jnp.inexact)
             and not is_sharded(pair.same.aval)
             and pair.equation.params.get("out_sharding") is None
         ]
 
-    def early(self, least: int = 0) -> list[Any]:
+    def early(self, least: int = 0) -> Leaves:
         """The products with weights of so many elements that wait for nothing but x, as far as the rest reads them."""
         movable = (p for p in self.products() if p.other in self.movable and not self._is_small_of_x(p))
-        products = (p for p in movable if _size(p.same.aval) >= least)
+        products = (p for p in movable if _size(aval_of(p.same)) >= least)
         early = [product.equation.outvars[0] for product in products]
         rest = self.needed(self.jaxpr.outvars, set(early))
         read = {var for equation in rest for var in variables_of(equation.invars)}
         read.update(variables_of(self.jaxpr.outvars))
         return [var for var in early if var in read]
 
-    def deferred(self, early: list[Any]) -> list[_Product]:
+    def deferred(self, early: Leaves) -> list[_Product]:
         """The products with weights that wait for the state, or are computed beside those that do."""
         found = {id(equation) for equation in self.needed(self.jaxpr.outvars, set(early))}
         products = (p for p in self.products() if id(p.equation) in found)
         return [p for p in products if p.other in self.on_state or self._is_small_of_x(p)]
 
     def _is_small_of_x(self, product: _Product) -> bool:
-        return product.other in self.feed and _size(product.same.aval) < LARGE
+        return product.other in self.inputs.xs and _size(aval_of(product.same)) < LARGE
 
 
-def has_large_products(jaxpr: Any) -> bool:
+def has_large_products(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr multiplies with an array that is `LARGE`."""
     products = (equation for equation in equations_within(jaxpr) if equation.primitive.name in PRODUCTS)
-    return any(elements(atom.aval) >= LARGE for equation in products for atom in equation.invars)
+    return any(elements(aval_of(atom)) >= LARGE for equation in products for atom in equation.invars)
 
 
-def _size(aval: Any) -> int:
+def _size(aval: Aval) -> int:
     """How many elements an array has; 0 where that is a symbol."""
     return math.prod(aval.shape) if all(isinstance(axis, int) for axis in aval.shape) else 0
 
 
-def _holds_products(jaxpr: Any) -> bool:
+def _holds_products(jaxpr: Jaxpr) -> bool:
     return any(e.primitive.name in PRODUCTS or _is_inlined(e) for e in jaxpr.eqns)
 
 
-def _is_inlined(equation: Any) -> bool:
+def _is_inlined(equation: JaxprEqn) -> bool:
     if equation.primitive.name not in _INLINED or not _holds_products(equation.params["jaxpr"].jaxpr):
         return False
     shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
     return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)  # they would be lost
 
 
-def _inlined(equation: Any) -> tuple[Any, list[Any]] | None:
+def _inlined(equation: JaxprEqn) -> Called | None:
     """What stands in place of the call of a function that holds products."""
     return called(equation) if _is_inlined(equation) else None
 
 
-def _is_of_each_step(equation: Any, *, has_rule: bool = False) -> bool:
+def _is_of_each_step(equation: JaxprEqn, *, has_rule: bool = False) -> bool:
     """Whether an equation can be moved; `has_rule` if it is in a function with a derivative of its own.
 
     One that is told how its result is sharded is not: that is the sharding of one step's result.
@@ -314,7 +336,7 @@ def _is_of_each_step(equation: Any, *, has_rule: bool = False) -> bool:
     return inner is not None and all(_is_of_each_step(each, has_rule=has_rule) for each in inner[0].eqns)
 
 
-def _decides(equation: Any) -> bool:
+def _decides(equation: JaxprEqn) -> bool:
     """Whether a primitive or its derivative compares computed values with each other.
 
     A chunk computes what is moved out of its loop together with its derivative. XLA may then round the two sides of
@@ -344,7 +366,7 @@ class Slot(NamedTuple):
     early: tuple[int, ...] = ()
 
 
-def slots_of(rest: Any, early: Sequence[Any], deferred: Sequence[Deferred]) -> tuple[Slot, ...]:
+def slots_of(rest: Jaxpr, early: Sequence[Var], deferred: Sequence[Deferred]) -> tuple[Slot, ...]:
     """One slot for each sum of such values, or for a product that is in none.
 
     Args:
@@ -373,9 +395,9 @@ class _Sums:
         made_by: the number of the equation that computes each variable.
     """
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, jaxpr: Jaxpr) -> None:
         self.made_by = {var: number for number, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
-        self._readers: dict[Any, list[Any]] = collections.defaultdict(list)
+        self._readers: dict[Any, Leaves] = collections.defaultdict(list)
         for equation in jaxpr.eqns:
             for var in variables_of(equation.invars):
                 self._readers[var].append(equation)
@@ -396,7 +418,7 @@ class _Sums:
         return var
 
 
-def _adds_alike(equation: Any, aval: Any) -> bool:
+def _adds_alike(equation: JaxprEqn, aval: Aval) -> bool:
     """Whether an equation adds up values of one type, which its result has too."""
     if equation.primitive.name not in _ADDITIONS:
         return False

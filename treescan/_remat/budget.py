@@ -7,24 +7,27 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 
 from .. import _faster
-from .._avals import PyTree, bytes_of
+from .._avals import Aval, Leaves, PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
 from .._loop.feed import Feed, one_step
 from .._loop.loop import Loop, Step
 from .._text import Section, page, table, wrap
 from .._trace.dependence import dependent
-from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
+from .._trace.equations import aval_of, called, evaluate_inlined, has_symbolic_zeros, inlined, inputs_of, variables_of
 from .._trace.hoist import lifted
 from .._trace.smooth import is_smooth
 from .._transforms.refuse import refuse_symbolic
 from .._tree import replaced, split
 from .._types import Remat
 from .checkpoint import checkpoint_step, count_parts, relates, remat_sizes, saves_whole_steps
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Var
 
 AHEAD = 0.6
 """The part of the other blocks' saved values that is in memory during the gradient of one block: XLA computes a
@@ -126,7 +129,7 @@ def _carry_of_chunk(loops: Sequence[Loop], saved: Sequence[Saved]) -> int:
         needed = wider
 
 
-def _sum(values: Iterable[Any]) -> int:
+def _sum(values: Iterable[object]) -> int:
     return sum(map(_bytes_of, values))
 
 
@@ -145,8 +148,8 @@ def _bytes_of(value: Any) -> int:
 class Residual(NamedTuple):
     """A value that the gradient saves of each step: its type, and the equation that computes it."""
 
-    aval: Any
-    equation: Any
+    aval: Aval
+    equation: JaxprEqn
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,13 +163,13 @@ class Saved:
         residuals: what the step computes.
         read: the leaves of the state, by number.
         jaxpr: from what the step is given to the residuals and to the leaves of the next state.
-        first: where in its inputs the state begins.
+        state: its inputs that are the leaves of the state.
     """
 
     residuals: list[Residual]
-    read: dict[int, Any]
-    jaxpr: Any
-    first: int
+    read: dict[int, Aval]
+    jaxpr: Jaxpr
+    state: list[Var]
 
     @property
     def bytes(self) -> int:
@@ -177,7 +180,7 @@ class Saved:
         """Whether a leaf of the state has to be known for the residuals, or for a wanted leaf of the next state."""
         if number in self.read:
             return True
-        given = dependent(self.jaxpr, [place == self.first + number for place in range(len(self.jaxpr.invars))])
+        given = dependent(self.jaxpr, [var is self.state[number] for var in self.jaxpr.invars])
         first = len(self.jaxpr.outvars) - len(wanted)
         outputs = [*self.jaxpr.outvars[:first], *itertools.compress(self.jaxpr.outvars[first:], wanted)]
         return not given.isdisjoint(variables_of(outputs))
@@ -215,15 +218,15 @@ def _saved_of_step(loop: Loop, step: Step, *, of_xs: bool) -> Saved:
     )
 
 
-def _saved(step: Step, given: tuple[Any, list[Any], Feed], differentiated: int) -> Saved:
+def _saved(step: Step, given: tuple[Any, Leaves, Feed], differentiated: int) -> Saved:
     """What the gradient saves, with respect to the floating-point leaves among so many of the first ones."""
     read = list[bool]()
 
-    def residuals(*given: Any) -> tuple[list[Any], list[Any]]:
+    def residuals(*given: Any) -> tuple[Leaves, Leaves]:
         leaves, structure = jax.tree.flatten(given)
         floats = [place < differentiated and is_smooth(leaf) for place, leaf in enumerate(leaves)]
 
-        def of_floats(*given: Any) -> tuple[list[Any], list[Any]]:
+        def of_floats(*given: Any) -> tuple[Leaves, Leaves]:
             new, y = step(*jax.tree.unflatten(structure, replaced(floats, leaves, given)))
             return list(filter(is_smooth, jax.tree.leaves((new, y)))), jax.tree.leaves(new)
 
@@ -234,12 +237,14 @@ def _saved(step: Step, given: tuple[Any, list[Any], Feed], differentiated: int) 
         return split(flags, kept)[0], new
 
     jaxpr = jax.make_jaxpr(residuals)(*given).jaxpr
-    first, count = len(jax.tree.leaves(given[0])), len(given[1])
-    changing = dependent(jaxpr, [place >= first for place in range(len(jaxpr.invars))])
+    consts, carried, _ = inputs_of(jaxpr, given)
+    same = set(jax.tree.leaves(consts))
+    changing = dependent(jaxpr, [var not in same for var in jaxpr.invars])
     kept = dict.fromkeys(var for var in variables_of(jaxpr.outvars[: sum(read)]) if var in changing)
     computed = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    state = {number: var.aval for number, var in enumerate(jaxpr.invars[first : first + count]) if var in kept}
-    return Saved([Residual(var.aval, computed[var]) for var in kept if var in computed], state, jaxpr, first)
+    state = {number: aval_of(var) for number, var in enumerate(carried) if var in kept}
+    found = [Residual(aval_of(var), computed[var]) for var in kept if var in computed]
+    return Saved(found, state, jaxpr, carried)
 
 
 def _without_symbolic_zeros(loop: Loop, step: Step) -> Step:
@@ -249,7 +254,7 @@ def _without_symbolic_zeros(loop: Loop, step: Step) -> Step:
     fails in a gradient that perturbs others (jax 0.8 to 0.10), so the count must not be the first to run it.
     """
 
-    def without(consts: Any, state: list[Any], feed: Feed) -> tuple[PyTree, PyTree]:
+    def without(consts: PyTree, state: Leaves, feed: Feed) -> tuple[PyTree, PyTree]:
         given = consts, state, feed
         closed, types = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(*given)
         results = evaluate_inlined(closed.jaxpr, closed.consts, jax.tree.leaves(given), called)
@@ -266,7 +271,7 @@ def _without_symbolic_zeros(loop: Loop, step: Step) -> Step:
     return without
 
 
-def _read(function: Any, leaves: list[Any], *others: Any) -> list[bool]:
+def _read(function: Callable[..., object], leaves: Leaves, *others: Any) -> list[bool]:
     """The input leaves that a function reads or returns, also inside calls."""
     outer = jax.make_jaxpr(function)(leaves, *others)
     jaxpr = inlined(outer.jaxpr, outer.consts, jax.tree.leaves((leaves, others))).jaxpr
@@ -422,7 +427,7 @@ class Cut(NamedTuple):
         return 1 + len(self.sizes) + self.again
 
 
-def plan_of(loop: Loop, remat: Any, cut: Cut | None = None) -> RematPlan:
+def plan_of(loop: Loop, remat: Remat | tuple[Remat | None, ...] | None, cut: Cut | None = None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`, as an estimate from the trace of the gradient of its step.
 
     Args:

@@ -7,22 +7,25 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._avals import PyTree, devices_of, is_key, is_mutable, is_sharded, varying_axes
+from .._avals import Leaves, PyTree, devices_of, is_key, is_mutable, is_sharded, varying_axes
 from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Plan, Step
-from .._trace.equations import called, holds, jaxprs_within
+from .._trace.equations import aval_of, called, holds, jaxprs_within
 from .._trace.rewriting import is_rewriting
 from .._trace.smooth import smooth_part
 from .._trace.trace import Trace
 from .._transforms.refuse import refuse_symbolic
 from .._types import Remat
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 # The tables below name primitives. One that is in none of them neither decides nor chooses: its result is continuous in
 # what it is given, so two roundings of it are as good as one. `tests/promises/test_tables.py` holds this of every
@@ -66,6 +69,10 @@ _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 _COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
 
 
+Policy: TypeAlias = Callable[..., Any]
+"""A policy of `jax.checkpoint`: whether the result of a primitive is saved, of (primitive, *types, **parameters)."""
+
+
 @dataclass(frozen=True)
 class SaveDecisions:
     """A policy that saves decisions on floating-point numbers, and beside them what another policy saves.
@@ -79,17 +86,17 @@ class SaveDecisions:
             continuous functions make them, such as that of `relu`; see `compares`.
     """
 
-    policy: Callable[..., Any] = jax.checkpoint_policies.nothing_saveable
+    policy: Policy = jax.checkpoint_policies.nothing_saveable
     thresholds: bool = True
 
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+    def __call__(self, prim: Primitive, *avals: Any, **params: Any) -> Any:
         is_threshold = prim.name in _ORDER and any(aval.shape == () for aval in avals)
         if is_decision(prim, avals, params) and (self.thresholds or not is_threshold):
             return True
         return False if _may_be_complex(prim, avals, params) else self.policy(prim, *avals, **params)
 
 
-def is_decision(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+def is_decision(prim: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
     """Whether a primitive makes something discrete of floating-point numbers: a bool, an int, a sign, whole numbers.
 
     A sort does that if it sorts something else along, as it does for the order of the numbers and in its derivative.
@@ -102,7 +109,7 @@ def is_decision(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bo
     return prim.name in _COMPARE or (jumps and not _may_be_complex(prim, avals, params))
 
 
-def chooses(jaxpr: Any) -> bool:
+def chooses(jaxpr: Jaxpr) -> bool:
     """Whether an open jaxpr chooses among values, for example their maximum.
 
     Such a result is not less than any of the values. If it is saved and they are computed again, in other roundings,
@@ -111,7 +118,7 @@ def chooses(jaxpr: Any) -> bool:
     return any(map(_chooses, jaxpr.eqns))
 
 
-def relates(jaxpr: Any) -> bool:
+def relates(jaxpr: Jaxpr) -> bool:
     """Whether an open jaxpr may compare values with those that it chose among them, for example with their maximum.
 
     Two loops may round such a relation in two ways for many values at once: XLA may contract a product into the
@@ -120,14 +127,14 @@ def relates(jaxpr: Any) -> bool:
     return chooses(jaxpr) and (compares(jaxpr) or holds(jaxpr, _JUMP | {"eq", "ne"}))
 
 
-def _chooses(equation: Any) -> bool:
+def _chooses(equation: JaxprEqn) -> bool:
     name = equation.primitive.name
     if name == "custom_jvp_call" and _is_relu(equation.params["call_jaxpr"].jaxpr):
         return False
     return name in _CHOOSE or any(map(chooses, jaxprs_within(equation)))
 
 
-def compares(jaxpr: Any) -> bool:
+def compares(jaxpr: Jaxpr) -> bool:
     """Whether an open jaxpr orders floating-point numbers by itself, or may do so in a rule for its derivative.
 
     If not, only the derivatives of continuous functions compare, such as those of `relu`, `abs` and `clip`. Wherever
@@ -136,23 +143,23 @@ def compares(jaxpr: Any) -> bool:
     return any(map(_compares, jaxpr.eqns))
 
 
-def _compares(equation: Any) -> bool:
+def _compares(equation: JaxprEqn) -> bool:
     name = equation.primitive.name
     if name == "custom_jvp_call":
         return not _is_relu(equation.params["call_jaxpr"].jaxpr)
     if name == "clamp":  # between two numbers, it is continuous
         return not all(hasattr(equation.invars[i], "val") for i in (0, 2))
     if name in _ORDER:
-        return any(_has_kind(atom.aval.dtype, jnp.inexact) for atom in equation.invars)
+        return any(_has_kind(aval_of(atom).dtype, jnp.inexact) for atom in equation.invars)
     return name == "custom_vjp_call" or any(map(compares, jaxprs_within(equation)))
 
 
-def _is_relu(jaxpr: Any) -> bool:
+def _is_relu(jaxpr: Jaxpr) -> bool:
     """Whether a function with a derivative rule is `jax.nn.relu`, whose rule compares with 0 alone."""
     return len(jaxpr.eqns) == 1 and jaxpr.eqns[0].params.get("name") == "relu"
 
 
-def decides(jaxpr: Any) -> bool:
+def decides(jaxpr: Jaxpr) -> bool:
     """Whether an open jaxpr compares or chooses among floating-point numbers that it has rounded itself.
 
     What it was given, and only moved, has the same bits in each place that reads it.
@@ -160,7 +167,7 @@ def decides(jaxpr: Any) -> bool:
     return _rounded(jaxpr, [False] * len(jaxpr.invars)) is None
 
 
-def _rounded(jaxpr: Any, given: list[bool]) -> list[bool] | None:
+def _rounded(jaxpr: Jaxpr, given: list[bool]) -> list[bool] | None:
     """For each output of an open jaxpr whether it is rounded there, if such inputs are. None: it decides on these."""
     found = {var for var, flag in zip(jaxpr.invars, given, strict=True) if flag}
     for equation in jaxpr.eqns:
@@ -176,14 +183,14 @@ def _rounded(jaxpr: Any, given: list[bool]) -> list[bool] | None:
     return [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
 
 
-def _moves(equation: Any) -> bool:
+def _moves(equation: JaxprEqn) -> bool:
     """Whether an equation rounds nothing."""
     if equation.primitive.name == "convert_element_type":  # to the same type, which is no longer weak
-        return bool(equation.params["new_dtype"] == equation.invars[0].aval.dtype)
+        return bool(equation.params["new_dtype"] == aval_of(equation.invars[0]).dtype)
     return equation.primitive.name in _MOVES
 
 
-def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+def _may_be_complex(prim: Primitive, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
     """Whether a primitive may return complex numbers: from complex inputs, by a parameter, or from real inputs."""
     types = (*(aval.dtype for aval in avals), *(params.get(name) for name in _DTYPES))
     return prim.name in _COMPLEX_OF_REAL or any(_has_kind(dtype, jnp.complexfloating) for dtype in types)
@@ -210,7 +217,7 @@ class Checkpointed:
 
     step: Step
     looped: bool
-    policy: Callable[..., Any] | None = None
+    policy: Policy | None = None
     offload: str | None = None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
@@ -230,9 +237,7 @@ def is_remat3() -> bool:
     return bool(getattr(jax.config, "jax_remat3", False))
 
 
-def checkpoint(
-    function: Callable[..., Any], *, prevent_cse: bool, policy: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
+def checkpoint(function: Callable[..., Any], *, prevent_cse: bool, policy: Policy | None = None) -> Callable[..., Any]:
     """`jax.checkpoint`, past which go the inputs that a function returns unchanged.
 
     A result of `jax.checkpoint` is a new value to JAX, even if it is an input. `jax.lax.scan` then stacks the slices
@@ -273,7 +278,7 @@ def reading(kept: PyTree, reads: PyTree) -> PyTree:
     if not large:
         return kept
 
-    def same(smooth: list[Any], large: list[Any]) -> list[Any]:
+    def same(smooth: Leaves, large: Leaves) -> Leaves:
         firsts = [jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(()) for leaf in large]
         true = functools.reduce(jnp.logical_or, [first == first for first in firsts], jnp.ones((), bool))
         return [jnp.where(true, leaf, jnp.zeros_like(leaf)) for leaf in smooth]
@@ -296,7 +301,7 @@ class _Input:
     place: int
 
 
-def _is_input(node: Any) -> bool:
+def _is_input(node: object) -> bool:
     return type(node) is _Input
 
 
@@ -336,13 +341,13 @@ class _Named:
         return self.step(consts, jax.tree.unflatten(jax.tree.structure(state), named), feed)
 
 
-def _offloading(policy: Callable[..., Any] | None, kind: str) -> Callable[..., Any]:
+def _offloading(policy: Policy | None, kind: str) -> Policy:
     """A policy, and the incoming state moved to another memory."""
     moves = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[_CARRY], offload_src="device", offload_dst=kind
     )
 
-    def both(prim: Any, *args: Any, **params: Any) -> Any:
+    def both(prim: Primitive, *args: Any, **params: Any) -> Any:
         return (
             moves(prim, *args, **params)
             if policy is None or params.get("name") == _CARRY
@@ -382,7 +387,7 @@ def rolled(step: Step) -> Step:
     return step.rolled() if isinstance(step, RunChunk) else step
 
 
-def policy_of_chunk(step: Step, *, related: bool) -> Callable[..., Any] | None:
+def policy_of_chunk(step: Step, *, related: bool) -> Policy | None:
     """What is saved of a chunk of steps that the gradient computes again, beside its inputs.
 
     Nothing, if the chunk is a loop: the gradient runs it again, and that loop saves what its steps decide before the

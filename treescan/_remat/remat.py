@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 
 import jax
 
@@ -32,6 +32,9 @@ from .checkpoint import (
     remat_sizes,
     saves_whole_steps,
 )
+
+if TYPE_CHECKING:
+    from jax.extend.core import Jaxpr
 
 _WHOLE = jax.checkpoint_policies.everything_saveable
 
@@ -94,7 +97,7 @@ class Recompute(Transform):
     stage: ClassVar[Stage] = Stage.RECOMPUTED
 
     @classmethod
-    def of(cls, remat: Any) -> Recompute | None:
+    def of(cls, remat: object) -> Recompute | None:
         """What the user said: "auto", "step", "nested", a `Remat` or None.
 
         Raises:
@@ -208,12 +211,12 @@ def remat_wishes(
     return [Wish.around(size, RematChunk(offload if size == sizes[-1] else None, inside, related)) for size in sizes]
 
 
-def check_remat_or_auto(remat: Any) -> Remat | Auto | None:
+def check_remat_or_auto(remat: object) -> Remat | Auto | None:
     """The plan of a verb that accepts "auto", checked."""
     return AUTO if isinstance(remat, str) and remat == AUTO else check_remat(remat, '"auto", "step", "nested"')
 
 
-def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
+def check_remat(remat: object, named: str = '"step", "nested"') -> Remat | None:
     """A `Remat` whose policy is a function; "step" and "nested" are short for some."""
     if remat is None:
         return None
@@ -245,7 +248,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     return dataclasses.replace(plan, policy=_check_policy(plan.policy), offload=_check_offload(plan.offload))
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def _check_count(name: str, value: object, least: int) -> None:
     count = exact_int(value)
     if value is not None and (count is None or count < least):
         raise (TypeMisuse if count is None else Misuse)(
@@ -300,7 +303,7 @@ def _makes_policies(name: str) -> bool:
     return name.startswith(("save_", "offload_"))
 
 
-def _check_offload(kind: Any) -> str | None:
+def _check_offload(kind: object) -> str | None:
     """The kind of a memory that the device has."""
     if kind is None:
         return None
@@ -371,7 +374,7 @@ def _names_of(policy: Any) -> Iterator[str]:
             yield from _names_of(value)
 
 
-def _names_in(jaxpr: Any) -> Iterator[str]:
+def _names_in(jaxpr: Jaxpr) -> Iterator[str]:
     """The names that a jaxpr gives to values, in loops and functions too."""
     return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")
 

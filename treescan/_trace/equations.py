@@ -46,6 +46,11 @@ def aval_of(atom: Atom) -> Aval:
     return cast(Aval, atom.aval)
 
 
+def inputs_of(jaxpr: Jaxpr, given: Value) -> Value:
+    """The inputs of an open jaxpr by name: its variables in the tree of what it is given."""
+    return cast(Value, jax.tree.unflatten(jax.tree.structure(given), jaxpr.invars))
+
+
 def called(equation: JaxprEqn) -> Called | None:
     """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
     name = equation.primitive.name

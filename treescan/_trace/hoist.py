@@ -27,7 +27,7 @@ from .._loop.loop import Body, Loop, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._tree import split
-from .equations import named_axes
+from .equations import inputs_of, named_axes
 from .rewriting import is_rewriting
 from .steps import Lifted, Shapes, Traced, Untraced, shapes_of
 from .trace import Inputs, Trace, is_ref
@@ -57,8 +57,8 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Loop:
         with weak_types_settled():
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, feed))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
-    given, types = jax.tree.flatten(Inputs(loop.consts, leaves, feed))
-    inputs: Inputs = jax.tree.unflatten(types, jaxpr.jaxpr.invars)
+    given = Inputs(loop.consts, leaves, feed)
+    inputs = inputs_of(jaxpr.jaxpr, given)
     fixed = _unchanged(jaxpr, inputs, changing)
     unchanged, state = split(fixed, leaves)
     trace = Trace(
@@ -71,7 +71,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Loop:
         named_axes(jaxpr),
         (jaxpr.jaxpr,),
     )
-    step = Traced({shapes_of(given): jaxpr}, fixed, jax.tree.structure(y))
+    step = Traced({shapes_of(jax.tree.leaves(given)): jaxpr}, fixed, jax.tree.structure(y))
     consts = Consts(unchanged=unchanged, inner=loop.consts)
     return loop.apart().having(step=step, consts=consts, state=state, trace=trace)
 
@@ -268,8 +268,7 @@ def trace_also(traced: Loop, loop: Loop, given: tuple[PyTree, Leaves, Feed], y_s
         return step.jaxprs[shapes]
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, trace.structure, given)
-    inputs: Inputs = jax.tree.unflatten(jax.tree.structure(Inputs(*given)), jaxpr.jaxpr.invars)
-    fixed = _unchanged(jaxpr, inputs, trace.changing)
+    fixed = _unchanged(jaxpr, inputs_of(jaxpr.jaxpr, Inputs(*given)), trace.changing)
     now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, trace.y))
     found = fixed, jax.tree.structure(y), now, shapes_of(jax.tree.leaves(y))
     if found != (step.fixed, step.y, before, y_shapes):

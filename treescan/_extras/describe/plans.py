@@ -30,7 +30,7 @@ from ..._rows.axes import RowAxes, Rows
 from ..._rows.over_rows import OverRows
 from ..._rows.skip import Skip
 from ..._trace.blame import place_of
-from ..._trace.equations import called, has_symbolic_zeros
+from ..._trace.equations import called, has_symbolic_zeros, inputs_of
 from ..._trace.hoist import lifted, traced
 from ..._trace.smooth import is_smooth
 from ..._transforms.axes import Count, OverAxes
@@ -185,7 +185,7 @@ class TracedBody:
     @property
     def inputs(self) -> Arrays:
         """The inputs of the jaxpr by name."""
-        return jax.tree.unflatten(jax.tree.structure(self.loop.arrays), self.jaxpr.invars)
+        return inputs_of(self.jaxpr, self.loop.arrays)
 
     @property
     def constant_vars(self) -> list[Var]:
