@@ -257,6 +257,17 @@ def _reducers() -> dict[str, Entry]:
         "cummin": of(lambda a: lax.cummin(a, 1), GRID),
         "top_k": of(lambda a: lax.top_k(a, 2), ROW),
         "approx_top_k": of(lambda a: lax.approx_max_k(a, 2), ROW),
+        "eq_to": binary(jax_primitives.eq_to_p.bind),
+        "le_to": binary(jax_primitives.le_to_p.bind),
+        "lt_to": binary(jax_primitives.lt_to_p.bind),
+        "pmax": of(_among(lax.pmax), ROW),
+        "pmin": of(_among(lax.pmin), ROW),
+        "reduce_window_max": of(_largest_near, ROW),
+        "reduce_window_min": of(lambda a: lax.reduce_window(a, np.inf, lax.min, (2,), (1,), "VALID"), ROW),
+        "scatter-max": of(lambda a, b: a.at[1].max(b), ROW, ONE),
+        "scatter-min": of(lambda a, b: a.at[1].min(b), ROW, ONE),
+        "select_and_gather_add": of(lambda a, b: jax.jvp(_largest_near, (a,), (b,))[1], ROW, ROW),
+        "select_and_scatter_add": of(jax.grad(lambda a: jnp.sum(_largest_near(a))), ROW),
         "bitcast_convert_type": of(lambda a: lax.bitcast_convert_type(a, f"int{8 * a.dtype.itemsize}"), ROW),
         "reduce_and": reduced(jnp.all, BOOL),
         "reduce_or": reduced(jnp.any, BOOL),
@@ -441,6 +452,21 @@ def _complex_of_real() -> dict[str, Entry]:
         "pure_callback": called_out(jax.pure_callback, vmap_method="sequential"),
         "io_callback": called_out(jax.experimental.io_callback),
     }
+
+
+def _largest_near(a):
+    return lax.reduce_window(a, -np.inf, lax.max, (2,), (1,), "VALID")
+
+
+def _among(reduce):
+    """A reduction over the only device of a mesh."""
+
+    def function(a):
+        mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec()
+        return jax.shard_map(lambda a: reduce(a, "i"), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(a)
+
+    return function
 
 
 def _vary(a):

@@ -6,18 +6,12 @@ new primitive fails here until somebody has said so.
 """
 
 import jax.extend.core.primitives as jax_primitives
-import pytest
 from primitive_cases import ENTRIES
 
 from treescan._faster.products import _OF_EACH_STEP, _SELECT, ELEMENTWISE
 from treescan._remat.checkpoint import _CHOOSE, _COMPARE, _JUMP, _MOVES, _RANK
 
-CHOOSE = frozenset(
-    "pmax pmin reduce_window_max reduce_window_min scatter-max scatter-min select_and_gather_add select_and_scatter "
-    "select_and_scatter_add".split()
-)
-COMPARE = frozenset("eq_to le_to lt_to".split())
-HOLD = frozenset("call custom_linear_solve eval_jaxpr reduce reduce_window scatter xla_pmap".split())
+HOLD = frozenset("call custom_linear_solve eval_jaxpr reduce reduce_window scatter select_and_scatter xla_pmap".split())
 """They hold others, in which choices are looked for."""
 
 CONTINUOUS = frozenset(
@@ -44,7 +38,7 @@ MOVE = frozenset(
 )
 """They move what they are given, or sum it."""
 
-SAID = CHOOSE | COMPARE | HOLD | CONTINUOUS | DISCRETE | DRAW | MOVE
+SAID = HOLD | CONTINUOUS | DISCRETE | DRAW | MOVE
 
 
 def names_of_jax() -> set[str]:
@@ -56,18 +50,15 @@ def test_somebody_has_said_of_each_primitive_of_jax_what_it_does():
     assert not SAID & ENTRIES.keys()
 
 
-@pytest.mark.parametrize(("table", "names"), [(_CHOOSE, CHOOSE), (_COMPARE, COMPARE)])
-def test_what_decides_or_chooses_is_in_its_table(table, names):
-    assert names <= table
-
-
 def test_what_neither_decides_nor_chooses_is_in_none_that_says_so():
     others = CONTINUOUS | DISCRETE | DRAW | MOVE
     assert not others & (_CHOOSE | _COMPARE | _JUMP | _RANK)
 
 
 def test_names_of_maxima_and_minima_are_choices():
-    found = {name for name in names_of_jax() | ENTRIES.keys() if {"max", "min"} & set(name.replace("-", "_").split("_"))}
+    found = {
+        name for name in names_of_jax() | ENTRIES.keys() if {"max", "min"} & set(name.replace("-", "_").split("_"))
+    }
     assert found <= _CHOOSE | {"argmax", "argmin"}
 
 

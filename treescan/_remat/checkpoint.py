@@ -51,7 +51,7 @@ _CHOOSE = frozenset(
     {
         "approx_top_k", "argmax", "argmin", "cummax", "cummin", "max", "min", "pmax", "pmin", "reduce_max",
         "reduce_min", "reduce_window_max", "reduce_window_min", "scatter-max", "scatter-min", "select_and_gather_add",
-        "select_and_scatter", "select_and_scatter_add", "sort", "top_k",
+        "select_and_scatter_add", "sort", "top_k",
     }
 )
 """Primitives that return one of the numbers that they are given, or where it is. What holds others may choose, too."""
