@@ -16,14 +16,20 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import jax.typing
 import numpy as np
-from jax.core import ShapedArray, Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.core import AbstractValue, ShapedArray, Tracer
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 
 Aval: TypeAlias = ShapedArray
 """The type of an array: its shape, dtype, weak type, and sharding."""
+
+DType: TypeAlias = np.dtype[Any]
+"""A dtype: NumPy's, or one of JAX's own, which typed keys have, and which JAX annotates in the same way."""
+
+AxisSpec: TypeAlias = str | tuple[str, ...] | None
+"""How one axis is sharded: over which axes of the mesh."""
 
 PyTree: TypeAlias = Any
 """Any tree of containers that JAX knows, with arrays or scalars as leaves."""
@@ -38,7 +44,7 @@ LeafAxes: TypeAlias = tuple[int | None, ...]
 """One axis for each leaf of a tree, or None."""
 
 
-def describe_leaf(leaf: Any) -> str:
+def describe_leaf(leaf: object) -> str:
     """A leaf's type as JAX prints it (`float32[8,128]`, weak types with a leading `~`); its value if it is static."""
     if leaf is None:
         return "None"
@@ -48,7 +54,7 @@ def describe_leaf(leaf: Any) -> str:
         return _describe_value(leaf)
 
 
-def _describe_value(value: Any) -> str:
+def _describe_value(value: object) -> str:
     """The name of a function or class, the beginning of the repr of anything else: never an address."""
     name = getattr(value, "__qualname__", None)
     if isinstance(name, str):
@@ -59,7 +65,7 @@ def _describe_value(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."
 
 
-def describe_static(value: Any) -> str:
+def describe_static(value: object) -> str:
     """A value that is no array: a function by its name, anything else by its repr, without addresses."""
     if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
         return _describe_value(value)
@@ -67,7 +73,7 @@ def describe_static(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def describe_node(node: Any) -> str:
+def describe_node(node: PyTree) -> str:
     """A container by its kind and size, a leaf by its type."""
     if node is None or jtu.all_leaves([node]):
         return describe_leaf(node)
@@ -76,7 +82,7 @@ def describe_node(node: Any) -> str:
     return f"{name} of {size}" if name in ("tuple", "list", "dict", "OrderedDict", "defaultdict") else name
 
 
-def describe_argument(value: Any) -> str:
+def describe_argument(value: object) -> str:
     """An argument as it appears in a message, whether traced or not: arrays by type, scalars by value."""
     if isinstance(value, jax.Array | np.ndarray):
         return describe_leaf(value)
@@ -85,17 +91,17 @@ def describe_argument(value: Any) -> str:
     return describe_node(value)
 
 
-def describe_traced(value: Any) -> str:
+def describe_traced(value: object) -> str:
     """An argument that must not be traced."""
     return f"a traced {describe_leaf(value)}" if isinstance(value, Tracer) else describe_argument(value)
 
 
-def is_weak(leaf: Any) -> bool:
+def is_weak(leaf: object) -> bool:
     """Whether a leaf has a weak type, as Python scalars have."""
     return bool(getattr(type_of(leaf), "weak_type", False))
 
 
-def same_type(given: Any, returned: Any) -> bool:
+def same_type(given: object, returned: object) -> bool:
     """Whether a returned leaf may take the place of a given one: equal types, weak or not, as `lax.scan` asks."""
     if given is returned:
         return True
@@ -103,7 +109,7 @@ def same_type(given: Any, returned: Any) -> bool:
     return a is not None and b is not None and same_types(a, b)
 
 
-def same_types(a: Any, b: Any) -> bool:
+def same_types(a: object, b: object) -> bool:
     """Whether two types are equal, weak or not.
 
     Shardings count where the mesh axes are explicit; they are part of the type only there.
@@ -120,14 +126,14 @@ def same_types(a: Any, b: Any) -> bool:
     )
 
 
-def same_sharding(a: Any, b: Any) -> bool:
+def same_sharding(a: Aval, b: Aval) -> bool:
     """Whether two types agree in the shardings over explicit mesh axes, where both have a mesh."""
     mesh_a, mesh_b = a.sharding.mesh, b.sharding.mesh
     explicit = AxisType.Explicit in (*mesh_a.axis_types, *mesh_b.axis_types)
     return mesh_a.empty or mesh_b.empty or not explicit or bool(a.sharding == b.sharding)
 
 
-def promoted(given: Any, returned: Any) -> tuple[Any, bool]:
+def promoted(given: ArrayLike, returned: object) -> tuple[ArrayLike, bool]:
     """What `lax.scan` makes of an init whose step returns another type, and whether it changed.
 
     This concerns weakly typed ones, and those without a mesh, where what is returned has one with explicit axes: from
@@ -140,15 +146,15 @@ def promoted(given: Any, returned: Any) -> tuple[Any, bool]:
     return jax.lax.convert_element_type(given, jnp.result_type(given, returned)), True
 
 
-def _has_no_mesh(given: Any, returned: Any) -> bool:
+def _has_no_mesh(given: object, returned: object) -> bool:
     """Whether a value has no mesh, and what is returned in its place is split over one with explicit axes."""
-    mesh: Any = getattr(getattr(returned, "sharding", None), "mesh", None)
+    mesh: AbstractMesh | None = getattr(getattr(returned, "sharding", None), "mesh", None)
     if mesh is None or AxisType.Explicit not in mesh.axis_types:
         return False
     return bool(jax.typeof(given).sharding.mesh.empty)
 
 
-def varying_axes(aval: Any) -> frozenset[str]:
+def varying_axes(aval: object) -> frozenset[str]:
     """The manual mesh axes over which a value of this type varies, inside of `jax.shard_map`."""
     manual = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
     axes = getattr(aval, "vma", frozenset[str]()) if manual is None else manual.varying
@@ -161,24 +167,24 @@ def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
     return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
-def is_sharded(leaf: Any) -> bool:
+def is_sharded(leaf: object) -> bool:
     """Whether a value is sharded along any of its axes, where shardings are part of the type."""
     spec = (leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)).sharding.spec
     parts = tuple(getattr(spec, "partitions", spec))  # as `spec_parts`: each leaf is asked for this many times
     return parts.count(None) < len(parts)
 
 
-def parts_of(leaf: Any) -> tuple[Any, ...]:
+def parts_of(leaf: object) -> tuple[AxisSpec, ...]:
     """How each axis of a value is sharded, where shardings are part of the type."""
     return spec_parts(_sharding(leaf).spec)
 
 
-def spec_parts(spec: Any) -> tuple[Any, ...]:
+def spec_parts(spec: PartitionSpec | Sequence[AxisSpec]) -> tuple[AxisSpec, ...]:
     """What a PartitionSpec says of each axis; newer releases refuse to iterate one with reduced axes."""
     return tuple(getattr(spec, "partitions", spec))
 
 
-def place_like(value: Array, struct: Any) -> Array:
+def place_like(value: Array, struct: Aval | jax.ShapeDtypeStruct) -> Array:
     """Gives a value the manual axes and the explicit sharding of a type, a `jax.ShapeDtypeStruct` for example."""
     sharding = getattr(struct, "sharding", None)
     if sharding is not None and is_explicit(sharding):
@@ -186,7 +192,7 @@ def place_like(value: Array, struct: Any) -> Array:
     return vary_over(value, varying_axes(struct))
 
 
-def stacked_type(aval: Any, length: Any) -> jax.ShapeDtypeStruct:
+def stacked_type(aval: Aval | jax.ShapeDtypeStruct, length: int) -> jax.ShapeDtypeStruct:
     """The type of a stack of so many arrays, which is not sharded along its new axis."""
     own = getattr(aval, "sharding", None)
     if own is None or not is_explicit(own):
@@ -195,12 +201,12 @@ def stacked_type(aval: Any, length: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype, sharding=stacked)
 
 
-def is_explicit(sharding: Any) -> bool:
+def is_explicit(sharding: NamedSharding) -> bool:
     """Whether a sharding is part of the type of an array, as it is over the explicit axes of a mesh."""
     return AxisType.Explicit in sharding.mesh.axis_types
 
 
-def on_automatic_axes(function: Callable[..., Array], parts: Sequence[Any], *given: Array) -> Array:
+def on_automatic_axes(function: Callable[..., Array], parts: Sequence[AxisSpec], *given: Array) -> Array:
     """Calls a function of arrays that JAX cannot give a type where axes of the mesh are explicit, a gather for example.
 
     Args:
@@ -217,22 +223,22 @@ def on_automatic_axes(function: Callable[..., Array], parts: Sequence[Any], *giv
     return spread(*given)
 
 
-def _sharding(leaf: Any) -> Any:
+def _sharding(leaf: object) -> NamedSharding:
     return (leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)).sharding
 
 
-def set_mesh() -> Any:
+def set_mesh() -> AbstractMesh | None:
     """The mesh that is set, of which an axis is explicit; None: there is none."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
-def mesh_of(tree: PyTree) -> Any:
+def mesh_of(tree: PyTree) -> AbstractMesh | None:
     """The first mesh with an explicit axis that an array names in its type; None: none does."""
-    seen: Any = None  # arrays share their mesh, mostly one without axes
+    seen: AbstractMesh | None = None  # arrays share their mesh, mostly one without axes
     for aval in map(jax.typeof, jax.tree.leaves(tree)):
-        mesh = aval.sharding.mesh if isinstance(aval, ShapedArray) else seen
-        if mesh is not seen and AxisType.Explicit in mesh.axis_types:
+        mesh: AbstractMesh | None = aval.sharding.mesh if isinstance(aval, ShapedArray) else seen
+        if mesh is not None and mesh is not seen and AxisType.Explicit in mesh.axis_types:
             return mesh
         seen = mesh
     return None
@@ -244,13 +250,13 @@ def in_mesh(tree: PyTree, mesh: Any) -> PyTree:
     return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, whole) if names_no_mesh(leaf) else leaf, tree)
 
 
-def names_no_mesh(leaf: Any) -> bool:
+def names_no_mesh(leaf: object) -> bool:
     """Whether a leaf is an array whose type names no mesh."""
     aval = jax.typeof(leaf)
     return isinstance(aval, ShapedArray) and aval.sharding.mesh.empty
 
 
-def shard(value: Array, sharding: Any) -> Array:
+def shard(value: Array, sharding: NamedSharding) -> Array:
     """A value with another sharding, where shardings are part of the type. It names its mesh, so none has to be set."""
     return value if jax.typeof(value).sharding == sharding else jax.sharding.reshard(value, sharding)
 
@@ -268,7 +274,7 @@ def first_axes(leaf: Array, count: int) -> NamedSharding:
     return NamedSharding(_sharding(leaf).mesh, PartitionSpec(*parts_of(leaf)[:count]))
 
 
-def shards_of(leaf: Any, axis: int) -> int:
+def shards_of(leaf: object, axis: int) -> int:
     """Over how many devices an axis of a value is split, where shardings are part of the type."""
     names = parts_of(leaf)[axis]
     sizes = _sharding(leaf).mesh.shape
@@ -290,17 +296,17 @@ def devices_of(tree: PyTree) -> int:
     return math.prod(size for size, kind in kinds if kind != AxisType.Manual)
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: object) -> bool:
     """Whether a leaf is an array of typed PRNG keys."""
     return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key))
 
 
-def is_mutable(leaf: Any) -> bool:
+def is_mutable(leaf: object) -> bool:
     """Whether a leaf is a mutable array, a `Ref`."""
     return not isinstance(jax.typeof(leaf), ShapedArray)
 
 
-def holds(dtype: Any, value: complex) -> bool:
+def holds(dtype: DType, value: complex) -> bool:
     """Whether a dtype can hold a number; floating-point dtypes round."""
     if isinstance(value, int) and abs(value) > 2**64:
         return False
@@ -318,17 +324,17 @@ def holds(dtype: Any, value: complex) -> bool:
     return bool(limits.min <= value <= limits.max)
 
 
-def dtype_of(leaf: Any) -> Any:
+def dtype_of(leaf: object) -> Any:
     """The dtype of a leaf, or None for leaves that have none."""
     return getattr(type_of(leaf), "dtype", None)
 
 
-def shape_of(leaf: Any) -> tuple[int, ...] | None:
+def shape_of(leaf: object) -> tuple[int, ...] | None:
     """The shape of a leaf, or None for leaves that have none."""
     return getattr(type_of(leaf), "shape", None)
 
 
-def type_of(leaf: Any) -> Any:
+def type_of(leaf: object) -> AbstractValue | None:
     """The type of a leaf; None if JAX knows none."""
     try:
         return jax.typeof(leaf)
@@ -353,7 +359,7 @@ def clamped(value: Array, most: int = 2**31 - 1) -> Array:
     return jax.lax.clamp(least, value, largest).astype(jnp.int32)
 
 
-def elements(aval: Any) -> int:
+def elements(aval: object) -> int:
     """How many elements a value of this type has; a size that is a symbol counts as 1."""
     return math.prod([size for size in getattr(aval, "shape", ()) if isinstance(size, int)])
 
