@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.tree_util as jtu
@@ -25,6 +25,8 @@ from ._text import escaped, table_of
 
 KeyPath: TypeAlias = tuple[Any, ...]
 """The keys that lead from a tree's root to a leaf."""
+
+_T = TypeVar("_T")
 
 _ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
@@ -51,7 +53,7 @@ def named_roots(kind: Any, **roots: Root) -> None:
     """Registers a NamedTuple, some of whose fields are roots."""
     keys = [roots.get(field, jtu.GetAttrKey(field)) for field in kind._fields]
 
-    def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], None]:
+    def with_keys(node: Iterable[PyTree]) -> tuple[list[tuple[Hashable, PyTree]], None]:
         return list(zip(keys, node, strict=True)), None
 
     jtu.register_pytree_with_keys(kind, with_keys, lambda _, parts: kind(*parts), lambda node: (tuple(node), None))
@@ -68,7 +70,7 @@ def path_str(root: str, path: KeyPath) -> str:
     return root + "".join(_key_str(key) for key in path)
 
 
-def _key_str(key: Any) -> str:
+def _key_str(key: object) -> str:
     match key:
         case jtu.GetAttrKey(name=name):
             return f".{name}"
@@ -85,20 +87,20 @@ def leaves_with_path(root: str, tree: PyTree, is_leaf: Callable[[Any], bool] | N
     return [(path_str(root, path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
 
 
-def map_leaves(function: Callable[..., Any], tree: PyTree, *others: Iterable[Any]) -> PyTree:
+def map_leaves(function: Callable[..., object], tree: PyTree, *others: Iterable[object]) -> PyTree:
     """A tree with what a function makes of each leaf, and of what other lists have in its place."""
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, [function(*each) for each in zip(leaves, *others, strict=True)])
 
 
-def children(tree: PyTree) -> list[tuple[KeyPath, Any]] | None:
+def children(tree: PyTree) -> list[tuple[KeyPath, PyTree]] | None:
     """The direct children of a node with their keys, or None if `tree` is a leaf."""
     if jtu.all_leaves([tree]):
         return None
     return jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
 
 
-def metadata(node: PyTree) -> Any:
+def metadata(node: PyTree) -> object:
     """What a container holds beside its children: the fields of a registered class that are no leaves."""
     structure: TreeDef = jax.tree.structure(node)
     data = structure.node_data()
@@ -120,7 +122,7 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
     """
     values: list[Any] = []
 
-    def spread(value: Any, subtree: PyTree) -> None:
+    def spread(value: object, subtree: PyTree) -> None:
         values.extend([value] * len(jax.tree.leaves(subtree)))
 
     try:
@@ -186,7 +188,7 @@ def same_structure(tree: PyTree, other: PyTree) -> bool:
 _known_arrays: set[type] = set()  # types of leaves that were seen not to be static: `isinstance` of a tracer is slow
 
 
-def is_static(leaf: Any) -> bool:
+def is_static(leaf: object) -> bool:
     """Whether a leaf is neither an array nor a scalar: such a leaf stays outside the loop."""
     if type(leaf) in _known_arrays:
         return False
@@ -206,7 +208,7 @@ class _Itself:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
@@ -216,7 +218,7 @@ class _Itself:
         return id(self.value)
 
 
-def exact(value: Any) -> Hashable:
+def exact(value: object) -> Hashable:
     """What a static value is now, as part of the key of a cache: its type, and all that it holds.
 
     Of two values these are equal if no program can tell the values apart. `==` is too little: 1, 1.0 and True are
@@ -247,7 +249,7 @@ class _TooMany(Exception):
     pass
 
 
-def _exact(value: Any, around: tuple[Any, ...], count: Iterator[int]) -> Hashable:
+def _exact(value: object, around: tuple[object, ...], count: Iterator[int]) -> Hashable:
     """What a part of the values `around` is now; see `exact`."""
     kind = type(value)
     if kind in _ATOMS or isinstance(value, type):
@@ -275,7 +277,7 @@ _OF_LIBRARIES = frozenset({*sys.stdlib_module_names, "jax", "jaxlib", "numpy"})
 """The types of these have attributes that are computed when they are first asked for."""
 
 
-def _parts_of(value: Any, kind: type[Any]) -> tuple[Hashable, Iterable[Any]]:
+def _parts_of(value: Any, kind: type[Any]) -> tuple[Hashable, Iterable[object]]:
     """What a value says of itself by `==`, and the parts that say the rest."""
     hashes: Any = kind.__hash__
     by_itself = hashes is object.__hash__
@@ -315,7 +317,7 @@ def _compared(kind: type[Any]) -> tuple[str, ...]:
     return _fields[kind]
 
 
-def _written_in_c(value: Any, kind: Any) -> str:
+def _written_in_c(value: object, kind: Any) -> str:
     """What a type of C in which a value may hide something writes of it; nothing if there is none."""
     while kind.__base__ not in (object, None):
         kind = kind.__base__
@@ -379,12 +381,12 @@ def kin(key: Hashable) -> int:
     return hash(key)
 
 
-def are_same(value: Any, other: Any) -> bool:
+def are_same(value: object, other: object) -> bool:
     """Whether no program can tell two static values apart, of which caches and loops may take one for the other."""
     return value is other or exact(value) == exact(other)
 
 
-def contents_of(value: Any) -> dict[str, Any]:
+def contents_of(value: object) -> dict[str, object]:
     """The attributes that an instance of a user's class holds; of functions, classes and modules, nothing."""
     if isinstance(value, type | types.FunctionType | types.ModuleType):
         return {}
@@ -396,7 +398,7 @@ def contents_of(value: Any) -> dict[str, Any]:
 _MOST_PARTS = 200
 
 
-def holds_arrays(leaf: Any) -> bool:
+def holds_arrays(leaf: object) -> bool:
     """Whether a static leaf is an object among whose parts are arrays: JAX sees neither these nor their changes.
 
     What can be called is a function to its users, and may close over arrays. Of a large object some parts are seen.
@@ -430,7 +432,7 @@ def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
     return freeze_leaves(tree, [is_static(leaf) or (scalars and is_number(leaf)) for leaf in leaves])
 
 
-def is_number(leaf: Any) -> bool:
+def is_number(leaf: object) -> bool:
     """Whether a leaf is one of Python's own numbers or flags."""
     return type(leaf) in (bool, int, float, complex)
 
@@ -449,7 +451,7 @@ def holds_static(tree: PyTree) -> bool:
     return any(map(_is_frozen, jax.tree.leaves(tree, is_leaf=_is_frozen)))
 
 
-def _is_frozen(node: Any) -> bool:
+def _is_frozen(node: object) -> bool:
     return isinstance(node, Static)
 
 
@@ -458,21 +460,21 @@ def thaw_static(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda node: node.value if _is_frozen(node) else node, tree, is_leaf=_is_frozen)
 
 
-def merge(flags: Sequence[bool], on: Iterable[Any], off: Iterable[Any]) -> list[Any]:
+def merge(flags: Sequence[bool], on: Iterable[_T], off: Iterable[_T]) -> list[_T]:
     """One list of two, each flag telling which of them is next."""
     first, second = iter(on), iter(off)
     return [next(first if flag else second) for flag in flags]
 
 
-def split(flags: Sequence[bool], values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+def split(flags: Sequence[bool], values: Iterable[_T]) -> tuple[list[_T], list[_T]]:
     """The values that are flagged, and the others."""
-    parts: tuple[list[Any], list[Any]] = [], []
+    parts: tuple[list[_T], list[_T]] = [], []
     for flag, value in zip(flags, values, strict=True):
         parts[not flag].append(value)
     return parts
 
 
-def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -> list[Any]:
+def replaced(flags: Sequence[bool], values: Iterable[_T], new: Iterable[_T]) -> list[_T]:
     """The values, those that are flagged replaced."""
     return merge(flags, new, split(flags, values)[1])
 
@@ -480,14 +482,14 @@ def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -
 class Part(NamedTuple):
     """Which leaves of a tree have a tangent."""
 
-    structure: Any
+    structure: TreeDef
     on: tuple[bool, ...]
 
-    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    def split(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
         """The leaves that have one, and the others."""
         return split(self.on, jax.tree.leaves(tree))
 
-    def join(self, on: list[Any], off: list[Any]) -> Any:
+    def join(self, on: Sequence[object], off: Sequence[object]) -> PyTree:
         """The tree of both."""
         return jax.tree.unflatten(self.structure, merge(self.on, on, off))
 
@@ -499,12 +501,12 @@ class Shown(str):
     __repr__ = str.__str__
 
 
-def short_repr(name: str, **fields: Any) -> str:
+def short_repr(name: str, **fields: object) -> str:
     """`Padded(data=float32[5,3,2], lengths=int32[3])`."""
     return f"{name}({', '.join(f'{field}={describe_tree(value)}' for field, value in fields.items())})"
 
 
-def describe_tree(tree: Any) -> str:
+def describe_tree(tree: PyTree) -> str:
     """A tree with the types of its arrays in their places; few numbers by their values, where these are known."""
     try:
         return repr(jax.tree.map(lambda leaf: Shown(_numbers(leaf) or describe_leaf(leaf)), tree))
@@ -515,17 +517,19 @@ def describe_tree(tree: Any) -> str:
 _FEW = 8
 
 
-def _numbers(leaf: Any) -> str | None:
+def _numbers(leaf: object) -> str | None:
     """The values of an array of shape [], or of few numbers in one axis, if they are there."""
-    known = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer)
-    known = known and leaf.ndim < 2 and leaf.size <= _FEW and leaf.shape != (0,)
+    if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):
+        return None
+    if leaf.ndim > 1 or leaf.size > _FEW or leaf.shape == (0,):
+        return None
     try:
-        return str(np.asarray(leaf)) if known else None
+        return str(np.asarray(leaf))
     except Exception:  # deleted, spread over hosts, or a PRNG key
         return None
 
 
-def short_html(name: str, **fields: Any) -> str:
+def short_html(name: str, **fields: object) -> str:
     """A short repr for notebooks: a table with a row for each leaf."""
     rows = [
         (path, _numbers(leaf) or describe_leaf(leaf))
