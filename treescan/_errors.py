@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import jax
 import jax.errors
 
-from ._avals import describe_leaf, describe_traced, exact_int, is_weak
+from ._avals import PyTree, describe_leaf, describe_traced, exact_int, is_weak
 from ._text import advice, indented, table, wrap
 from ._tree import leaves_with_path
 
@@ -81,7 +81,7 @@ GROUP_WORDS = {
     "arrays_as_xs": "arrays to scan over",
     "all_whole": "nothing is scanned over",
 }
-_F = TypeVar("_F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., object])
 _T = TypeVar("_T")
 
 
@@ -200,7 +200,7 @@ class Fault(Exception):
         rows: Sequence[Row] = (),
         carry_root: str | None = None,
         cause: Exception | None = None,
-        record: Any = None,
+        record: object = None,
     ) -> None:
         super().__init__(says)
         self.error = error
@@ -211,9 +211,9 @@ class Fault(Exception):
         self.carry_root = carry_root
         self.cause = cause
         self.record = record
-        self.body: Any = None
+        self.body: object = None
 
-    def render(self, words: Mapping[str, str], init: Any = None) -> str:
+    def render(self, words: Mapping[str, str], init: PyTree = None) -> str:
         """The whole message, with words for its placeholders. Python scalars in `init` have their own advice."""
         weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
         texts = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
@@ -228,7 +228,7 @@ class Fault(Exception):
         parts = [headline, *([table(self.header, rows)] if rows else []), *map(indented, cures)]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
 
-    def _weak_cures(self, init: Any) -> Iterator[tuple[str, str]]:
+    def _weak_cures(self, init: PyTree) -> Iterator[tuple[str, str]]:
         if self.carry_root is None:
             return
         bad = {row.leaf: row for row in self.rows if row.note == "dtype"}
@@ -255,7 +255,7 @@ CheckpointFault = functools.partial(Fault, CheckpointError)
 
 
 def expect(
-    holds: object, name: str, kind: str, given: Any, *cures: str, error: type[TreescanError] = ArgumentTypeError
+    holds: object, name: str, kind: str, given: object, *cures: str, error: type[TreescanError] = ArgumentTypeError
 ) -> None:
     """Refuses an argument that is not of its kind, an `ArgumentTypeError` if nothing else is said.
 
@@ -271,7 +271,9 @@ def expect(
         raise Fault(error, f"{{call}}: `{name}` must be {kind}, got {describe_traced(given)}.", *cures)
 
 
-def expect_one_of(given: Any, name: str, allowed: Sequence[Any], *cures: str, error: Any = ArgumentTypeError) -> None:
+def expect_one_of(
+    given: object, name: str, allowed: Sequence[object], *cures: str, error: type[TreescanError] = ArgumentTypeError
+) -> None:
     """Refuses an argument that is none of those that are allowed; see `expect`."""
     *most, last = [f'"{each}"' if isinstance(each, str) else str(each) for each in allowed]
     known = isinstance(given, str | bool | None) and given in allowed
@@ -279,7 +281,7 @@ def expect_one_of(given: Any, name: str, allowed: Sequence[Any], *cures: str, er
 
 
 def expect_int(
-    given: Any,
+    given: object,
     name: str,
     cure: str,
     *,
@@ -308,7 +310,7 @@ def expect_int(
 
 
 def explain(
-    error: Exception, name: str, body: Any = None, init: Any = None, words: Mapping[str, str] = STEP_WORDS
+    error: Exception, name: str, body: object = None, init: PyTree = None, words: Mapping[str, str] = STEP_WORDS
 ) -> Exception:
     """The exception that the user of the verb `name` sees. Without a body, there is no `{body}` to name.
 
@@ -349,7 +351,7 @@ def noted(whose: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def speaking_of(body: Any) -> Generator[None]:
+def speaking_of(body: object) -> Generator[None]:
     """Faults that are found within are about this one of the functions that a verb was given."""
     try:
         yield
@@ -370,7 +372,7 @@ def verb(function: _F) -> _F:
     return shown
 
 
-def is_verb(function: Any) -> bool:
+def is_verb(function: object) -> bool:
     """Whether a callable is one of those that `verb` has marked."""
     return getattr(function, "__code__", None) in _VERBS
 
@@ -389,7 +391,7 @@ def named_options(function: _F) -> _F:
     name = function.__qualname__.rsplit("<locals>.", 1)[-1].removesuffix(".__init__")
     checks = any(p.kind is p.VAR_KEYWORD for p in known)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         try:
             for option in () if checks else kwargs.keys() - options:
                 elsewhere = function.__globals__.get("ELSEWHERE", {}).get(option)
@@ -409,7 +411,7 @@ def named_options(function: _F) -> _F:
 
 
 def _unfit(
-    known: Sequence[inspect.Parameter], name: str, given: int, kwargs: Mapping[str, Any], error: Exception
+    known: Sequence[inspect.Parameter], name: str, given: int, kwargs: Mapping[str, object], error: Exception
 ) -> Fault:
     """What is raised in place of Python's words where arguments do not fit the parameters of a public function."""
     first = [p for p in known if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -487,14 +489,14 @@ def _level_of_user() -> int:
     return level
 
 
-def is_from_jax(function: Any) -> bool:
+def is_from_jax(function: object) -> bool:
     """Whether a callable is JAX's: a jitted function, one with custom derivatives or under a checkpoint."""
     code = getattr(function, "__code__", None)
     module = type(function).__module__.split(".")[0]
     return module in ("jax", "jaxlib") if code is None else code.co_filename.startswith(_JAX)
 
 
-def accepts(function: Callable[..., Any], count: int) -> bool:
+def accepts(function: Callable[..., object], count: int) -> bool:
     """Whether a callable may be called with so many positional arguments and nothing else, as far as that is known."""
     try:
         inspect.signature(function).bind(*[None] * count)
@@ -505,7 +507,7 @@ def accepts(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def describe_body(body: Any) -> str:
+def describe_body(body: object) -> str:
     """Names a body and where it was written, as in `` `step` (model.py:42)``; of several each, once."""
     if isinstance(body, list | tuple):
         return ", ".join(dict.fromkeys(map(describe_body, body))) or "no body"

@@ -8,7 +8,7 @@ import itertools
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 WIDTH = 78
 _INDENT = "  "
@@ -146,7 +146,7 @@ FORMER = {
 """Options of earlier versions, and what to write in place of each."""
 
 
-def converted(name: str, options: Iterable[str], time_axis: Any = 0) -> str:
+def converted(name: str, options: Iterable[str], time_axis: object = 0) -> str:
     """How a word of another meaning is said with one of these options; empty: there is no such word, or no option.
 
     Args:
@@ -163,7 +163,7 @@ def converted(name: str, options: Iterable[str], time_axis: Any = 0) -> str:
     return says.format(name=name, option=option, axis=spelled[0], zero=spelled[1])
 
 
-def advice(name: str, options: Iterable[str], time_axis: Any = 0) -> str:
+def advice(name: str, options: Iterable[str], time_axis: object = 0) -> str:
     """What to write in place of an option that does not exist: one that has this name elsewhere, or is misspelt.
 
     A similar name is a misspelt one only where the name is no word by itself. See `converted` for those that are.

@@ -75,7 +75,7 @@ class Remat:
         return cls(budget=budget)
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     """A field as one would write it: a policy of JAX by its name."""
     if callable(value):
         names = [name for name in dir(jax.checkpoint_policies) if getattr(jax.checkpoint_policies, name) is value]
