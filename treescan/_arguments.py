@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from jax.core import ShapedArray, Tracer
 
 from ._avals import (
     Array,
+    AxisSpec,
     LeafAxes,
     PyTree,
     describe_leaf,
@@ -48,12 +49,12 @@ OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions._
 
 
 def check_options(
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
     allowed: frozenset[str],
     refused: Mapping[str, str],
     *,
     beside: tuple[str, ...] = (),
-    time_axis: Any = 0,
+    time_axis: object = 0,
 ) -> None:
     """Refuses options that a verb does not have, with the nearest one that it has.
 
@@ -77,7 +78,7 @@ def check_options(
         raise TypeMisuse(f"{{call}} has no option `{name}`.", cure)
 
 
-def check_reverse(reverse: Any) -> bool:
+def check_reverse(reverse: object) -> bool:
     """A bool, Python's or NumPy's."""
     known = "The direction must be known when tracing: pass a Python bool, for example `bool(...)` of a concrete value."
     if not isinstance(reverse, bool | np.bool_):
@@ -85,9 +86,17 @@ def check_reverse(reverse: Any) -> bool:
     return bool(reverse)
 
 
-def check_run(length: int, reverse: Any, unroll: Any) -> dict[str, Any]:
-    """How a loop of so many steps runs, as arguments of a `Call`. An `unroll` of 0 or True unrolls the whole loop."""
-    checked = {"length": length, "reverse": check_reverse(reverse)}
+class HowRun(TypedDict):
+    """How a loop runs, as arguments of a `Call`."""
+
+    length: int
+    reverse: bool
+    unroll: int
+
+
+def check_run(length: int, reverse: object, unroll: object) -> HowRun:
+    """How a loop of so many steps runs. An `unroll` of 0 or True unrolls the whole loop."""
+    is_reversed = check_reverse(reverse)
     if isinstance(unroll, bool | np.bool_):
         unroll = max(length, 1) if unroll else 1  # an int, as True and 1 compare as equal
     elif type(unroll) is not int or unroll < 0:
@@ -101,7 +110,7 @@ def check_run(length: int, reverse: Any, unroll: Any) -> dict[str, Any]:
             small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
             error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
         )
-    return {**checked, "unroll": unroll}
+    return {"length": length, "reverse": is_reversed, "unroll": unroll}
 
 
 _TRACED_LENGTH = (
@@ -119,7 +128,7 @@ _MOST_OF_ROWS = (
 )
 
 
-def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
+def check_length(length: object, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
     """An int from 0 up, or None. `cure` is what to do about a traced one."""
     if length is None or (type(length) is int and length >= 0):
         return length
@@ -157,7 +166,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
         Fault: for an `ArgumentError` that lists all the leaves in question.
     """
     leaves = jax.tree.leaves(xs)
-    sizes: list[Any] = []
+    sizes: list[int] = []
     for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True):
         # Of other types than arrays JAX may know how to scan over them: `lax.scan` decides.
         if axis is not None and (hasattr(leaf, "shape") or isinstance(jax.typeof(leaf), ShapedArray)):
@@ -212,7 +221,7 @@ def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) 
 def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves of shape [], but a list (of lists) of nothing else as one."""
 
-    def is_unit(node: Any) -> bool:
+    def is_unit(node: object) -> bool:
         return isinstance(node, list | tuple) and bool(node) and all(is_unit(x) or shape_of(x) == () for x in node)
 
     nodes = leaves_with_path(root, tree, is_leaf=is_unit)
@@ -222,7 +231,7 @@ def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 def refuse_unsliced(xs: PyTree, root: str = "xs") -> None:
     """Refuses iterators, and arrays that JAX does not know (of texts, of torch): no step would have a slice of them."""
 
-    def is_unsliced(leaf: Any) -> bool:
+    def is_unsliced(leaf: object) -> bool:
         shape = getattr(leaf, "shape", None)
         return is_static(leaf) and ((isinstance(shape, tuple) and shape != ()) or isinstance(leaf, Iterator | range))
 
@@ -242,7 +251,7 @@ def refuse_unsliced(xs: PyTree, root: str = "xs") -> None:
         )
 
 
-def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
+def _sizes_differ(xs: PyTree, length: int | None, axes: LeafAxes | None) -> Fault:
     rows = rows_of_steps(xs, axes)
     says = "{call}: the {leaves_of_xs} do not have the same number of steps."
     if len({row.expected for row in rows}) == 1:
@@ -284,7 +293,7 @@ def with_axes(leaves: list[tuple[str, Any]], axes: LeafAxes | None) -> list[tupl
     return [(*named, axis) for named, axis in zip(leaves, given, strict=True) if axis is not None]
 
 
-def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -> None:
+def _check_replicated(xs: PyTree, leaf: object, axis: int, axes: LeafAxes | None) -> None:
     """Refuses a leaf that is sharded along the scanned axis, where shardings are part of the type."""
     if axis_spec(leaf, axis) is None:
         return
@@ -304,7 +313,7 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     )
 
 
-def axis_spec(leaf: Any, axis: int) -> Any:
+def axis_spec(leaf: object, axis: int) -> AxisSpec:
     """How an axis is sharded, where shardings are part of the type; None if it is not."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     parts = () if sharding is None else spec_parts(sharding.spec)
@@ -314,7 +323,7 @@ def axis_spec(leaf: Any, axis: int) -> Any:
 _OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
 
 
-def check_key(key: Any, why: str = _OWN_KEYS) -> Array | None:
+def check_key(key: object, why: str = _OWN_KEYS) -> Array | None:
     """One PRNG key, typed or raw; `why` says what becomes of it."""
     if key is None:
         return None
