@@ -9,8 +9,8 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax.tree_util as jtu
 
@@ -21,8 +21,11 @@ from .._tree import path_str
 
 _UNIONS = (typing.Union, types.UnionType)
 
+Names: TypeAlias = "str | tuple[Names, ...]"
+"""The name of a value; or of each of its parts, in its form."""
 
-def _holds(value: Any, hint: Any) -> bool:
+
+def _holds(value: object, hint: Any) -> bool:
     """Whether a value fits an annotation. beartype decides; it is loaded by the first annotated body."""
     from beartype.door import is_bearable
 
@@ -34,7 +37,7 @@ class _Part(NamedTuple):
 
     path: str
     hint: Any
-    value: Any
+    value: object
 
 
 class Signature(NamedTuple):
@@ -60,12 +63,12 @@ class Scope:
         self._signature = signature
         self._sizes: dict[str, tuple[int, str]] = {}
 
-    def check_inputs(self, values: Sequence[Any]) -> None:
+    def check_inputs(self, values: Sequence[object]) -> None:
         """Checks what the body is given, in the order of its parameters."""
         parts = zip(self._signature.names, self._signature.inputs, values, strict=False)  # some may have defaults
         self._check([part for name, hint, value in parts for part in _parts(name, hint, value)])
 
-    def check_outputs(self, out: Any, names: Any) -> None:
+    def check_outputs(self, out: object, names: Names) -> None:
         """Checks what the body returned. The names are one, or a tuple with a name for each part, in its form."""
         returned = _by_names(names, self._signature.outputs, out)
         self._check([part for name, hint, value in returned for part in _parts(name, hint, value)])
@@ -99,7 +102,7 @@ class Scope:
         return ", ".join(clashes) or _mismatch(part)
 
 
-def _by_names(names: Any, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+def _by_names(names: Names, hint: Any, value: Any) -> Iterator[tuple[str, Any, object]]:
     """The named parts of a value with their annotations, if it is annotated as a tuple of this many parts."""
     if isinstance(names, str):
         yield names, hint, value
@@ -134,7 +137,7 @@ def signature_of(body: Body) -> Signature | None:
     return signature if any(map(_mentions_jaxtyping, (*signature.inputs, signature.outputs))) else None
 
 
-def _hints(body: Any) -> dict[str, Any]:
+def _hints(body: Callable[..., object]) -> dict[str, Any]:
     """The annotations of a body, each resolved on its own; none if jaxtyping itself does the checking."""
     if _is_jaxtyped(body):
         return {}
@@ -158,10 +161,11 @@ def _hints(body: Any) -> dict[str, Any]:
     return {name: _resolve(annotation, names) for name, annotation in dict(annotations).items()}
 
 
-def _promises_nothing(function: Any) -> bool:
+def _promises_nothing(function: object) -> bool:
     """Whether this is a plain function without annotations, as most bodies are: the answer that takes least time."""
-    plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
-    return plain and not function.__annotations__
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):
+        return False
+    return not function.__annotations__
 
 
 def _unwrap_alike(function: Any) -> Any:
@@ -175,7 +179,7 @@ def _unwrap_alike(function: Any) -> Any:
     return function
 
 
-def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
+def _resolve(annotation: object, names: dict[str, object]) -> Any:
     """One annotation, with the names in it looked up; Any if one of them is not to be found."""
 
     def stub() -> None: ...
@@ -187,7 +191,7 @@ def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
         return Any
 
 
-def _is_jaxtyped(function: Any) -> bool:
+def _is_jaxtyped(function: object) -> bool:
     """Whether the user has decorated the body with `jaxtyping.jaxtyped`, which then does the checking."""
     while function is not None:
         code = getattr(function, "__code__", None)
@@ -197,15 +201,15 @@ def _is_jaxtyped(function: Any) -> bool:
     return False
 
 
-def _is_array_hint(hint: Any) -> bool:
+def _is_array_hint(hint: object) -> bool:
     return _is_of_jaxtyping(hint, "AbstractArray")
 
 
-def _is_tree_hint(hint: Any) -> bool:
+def _is_tree_hint(hint: object) -> bool:
     return _is_of_jaxtyping(hint, "PyTree") and hasattr(hint, "leaftype")
 
 
-def _is_of_jaxtyping(hint: Any, name: str) -> bool:
+def _is_of_jaxtyping(hint: object, name: str) -> bool:
     """Whether an annotation is a class of jaxtyping. While nobody has imported jaxtyping, there is none."""
     jaxtyping = sys.modules.get("jaxtyping")
     return jaxtyping is not None and isinstance(hint, type) and issubclass(hint, getattr(jaxtyping, name))
@@ -251,7 +255,7 @@ def _inside(hint: Any) -> tuple[Any, ...]:
     return (*typing.get_args(hint), *_fields(hint).values(), *(() if alias is None else (alias,)))
 
 
-def _mentions_jaxtyping(hint: Any) -> bool:
+def _mentions_jaxtyping(hint: object) -> bool:
     try:
         return _mentions_jaxtyping_hashable(hint)
     except TypeError:  # `Annotated` with what has no hash
@@ -259,17 +263,17 @@ def _mentions_jaxtyping(hint: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=64)
-def _mentions_jaxtyping_hashable(hint: Any) -> bool:
+def _mentions_jaxtyping_hashable(hint: object) -> bool:
     return _mentions(hint, ())
 
 
-def _mentions(hint: Any, seen: tuple[Any, ...]) -> bool:
+def _mentions(hint: object, seen: tuple[object, ...]) -> bool:
     if any(hint is other for other in seen):
         return False
     return _is_array_hint(hint) or any(_mentions(part, (*seen, hint)) for part in _inside(hint))
 
 
-def _parts(path: str, hint: Any, value: Any) -> Iterator[_Part]:
+def _parts(path: str, hint: object, value: object) -> Iterator[_Part]:
     """Takes an annotated value apart down to its arrays; what is annotated without jaxtyping is not checked."""
     if not _mentions_jaxtyping(hint):
         return
@@ -307,7 +311,7 @@ def _items(path: str, hint: Any, value: Any) -> list[tuple[str, Any, Any]] | Non
     return [(f"{path}[{i}]", inner, item) for i, (inner, item) in enumerate(zip(hints, value, strict=True))]
 
 
-def _has_form(hint: Any, value: Any) -> bool:
+def _has_form(hint: Any, value: object) -> bool:
     """Whether a value is the container, or an array, that an annotation speaks of, whatever is in it."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if _is_array_hint(hint):

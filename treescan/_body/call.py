@@ -6,9 +6,9 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.tree_util as jtu
@@ -25,8 +25,11 @@ from .registered import REGISTER
 from .signature import SCAN, Convention, annotated
 from .traced import note_block, rename
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
+
+def call_user(function: Callable[_P, _T], *arguments: _P.args, **keywords: _P.kwargs) -> _T:
     """Calls a function of the user's.
 
     Raises:
@@ -39,7 +42,9 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
     return call_watched(function, *arguments, **keywords)
 
 
-def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+def call_body(
+    body: Body, convention: Convention, arguments: Sequence[PyTree], keywords: Mapping[str, Array | None]
+) -> PyTree:
     """Calls a body.
 
     Raises:
@@ -56,7 +61,7 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
         if convention.takes[:2] == ("layer", "x"):
             note_block(error)
         place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
-        value: Any = arguments[place] if len(arguments) > place != convention.place else None
+        value: PyTree = arguments[place] if len(arguments) > place != convention.place else None
         if not are_alike(value):
             raise
         kind, items, names = type(value).__name__, len(value), body.names
@@ -80,7 +85,11 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
 
 
 def _check_order(
-    body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any], error: Exception
+    body: Body,
+    convention: Convention,
+    arguments: Sequence[PyTree],
+    keywords: Mapping[str, Array | None],
+    error: Exception,
 ) -> None:
     """Refuses a block that fails with (layer, x) and runs with (x, layer)."""
     if convention.takes[:2] != ("layer", "x") or not isinstance(error, TypeError | AttributeError):
@@ -98,7 +107,7 @@ def _check_order(
     ) from None
 
 
-def are_alike(trees: Any) -> bool:
+def are_alike(trees: PyTree) -> bool:
     """Whether it is a list or a tuple of trees of one structure, shapes and dtypes, which could be stacked."""
     if type(trees) not in (list, tuple) or len(trees) < 2:
         return False
@@ -118,7 +127,7 @@ class Shared(NamedTuple):
 
     key: Array | None = None
     args: tuple[PyTree, ...] = ()
-    offset: Any = None
+    offset: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ class CallBody:
         convention, thaw = self.convention, thaw_static if self.frozen else _unchanged
         shared: Shared | None = None if consts is None else consts.inner
         key, args, offset = shared or Shared()
-        keywords: dict[str, Any] = {}
+        keywords: dict[str, Array | None] = {}
         if key is not None and feed.position is not None:
             position = feed.position if offset is None else offset + feed.position
             keywords["key"] = jax.random.fold_in(key, position)
@@ -201,7 +210,7 @@ class CallBody:
         names = (f"returned {name}", *own, *(("y",) if self.convention.pair else ()))
         return names if len(names) > 1 else names[0]
 
-    def _again(self, given: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any]) -> Any:
+    def _again(self, given: PyTree, others: tuple[PyTree, ...], keywords: Mapping[str, Array | None]) -> PyTree:
         """Calls the body once more, with other values beside its carry, which is copied."""
         carry, place = copied(given), self.convention.place
         if self.custom:
@@ -232,7 +241,9 @@ def carry_name(body: Body, convention: Convention) -> str:
     return names[convention.place] if len(names) > convention.place else convention.carry
 
 
-def _split(convention: Convention, out: Any, carry: PyTree, own: tuple[PyTree, ...]) -> tuple[PyTree, PyTree, PyTree]:
+def _split(
+    convention: Convention, out: PyTree, carry: PyTree, own: tuple[PyTree, ...]
+) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, a layer's state and y, by the verb's convention; `own` is what a layer is given as xs."""
     if isinstance(out, types.GeneratorType | types.CoroutineType):
         word = "yield" if isinstance(out, types.GeneratorType) else "async"
@@ -252,7 +263,7 @@ def _frozen_as(frozen: PyTree, given: PyTree, returned: PyTree) -> PyTree:
     return jtu.tree_unflatten(jtu.tree_structure(frozen), [leaf for leaf, old in leaves if not is_static(old)])
 
 
-def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
+def _pair(convention: Convention, out: PyTree, carry: PyTree) -> tuple[PyTree, PyTree]:
     """Any container of two parts counts as a pair, as in lax.scan. Otherwise the error is about a pair."""
     listed = isinstance(out, tuple | list)
     parts = list(out) if listed else jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
@@ -271,14 +282,14 @@ def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTr
     raise BodyFault(says, f"{cure}.")
 
 
-def _container(out: Any) -> TreeDef | None:
+def _container(out: PyTree) -> TreeDef | None:
     """The structure of a pair alone, its halves as leaves; None for a tuple, and for what lax.scan does not take."""
     if type(out) is tuple or (isinstance(out, tuple) and not keeps_named_pairs()):
         return None
     return jtu.tree_structure(out, is_leaf=lambda node: node is not out)
 
 
-def _refuse_pair(convention: Convention, out: Any, carry: PyTree, own: tuple[PyTree, ...]) -> None:
+def _refuse_pair(convention: Convention, out: PyTree, carry: PyTree, own: tuple[PyTree, ...]) -> None:
     """Refuses a pair from a body that should return only the carry, for example a body written for `scan`."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
@@ -341,7 +352,7 @@ def _names_keyword(parameters: Iterable[inspect.Parameter], name: str, positiona
     return False
 
 
-def check_callable(function: Any, call: str) -> None:
+def check_callable(function: object, call: str) -> None:
     """Refuses a body that cannot be called, and shows a correct `call`."""
     if not callable(function):
         raise BodyFault(

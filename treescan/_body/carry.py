@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import AbstractValue, ShapedArray
 
 from .._avals import (
     Array,
+    Aval,
+    DType,
     PyTree,
     TreeDef,
     describe_leaf,
@@ -75,18 +77,18 @@ def agree(given: PyTree, returned: PyTree) -> bool:
     # The comparisons beside chex's hold the promise where a program has called `chex.disable_asserts`.
     if not holds("assert_trees_all_equal_structs", given, returned) or given_tree != returned_tree:
         return False
-    types = list[tuple[Any, Any]]()
+    types = list[tuple[AbstractValue, AbstractValue]]()
     for a, b in zip(given_leaves, returned_leaves, strict=True):
-        pair = (type_of(a), type_of(b))
-        if None not in pair:
-            types.append(pair)
+        type_a, type_b = type_of(a), type_of(b)
+        if type_a is not None and type_b is not None:
+            types.append((type_a, type_b))
         elif not _same_leaf(a, b):
             return False
     return _types_agree(tuple(types))
 
 
 @functools.lru_cache(maxsize=1024)
-def _types_agree(types: tuple[tuple[Any, Any], ...]) -> bool:
+def _types_agree(types: tuple[tuple[AbstractValue, AbstractValue], ...]) -> bool:
     """Whether the types of each pair are equal. chex is asked once for the same types: the call takes some time."""
     arrays = [pair for pair in types if isinstance(pair[0], ShapedArray)]
     given, returned = [a for a, _ in arrays], [b for _, b in arrays]
@@ -105,7 +107,7 @@ def holds(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
     return True
 
 
-def _same_leaf(given: Any, returned: Any) -> bool:
+def _same_leaf(given: object, returned: object) -> bool:
     if holds_arrays(returned):  # the body may have changed the object that it was given
         return False
     if same_type(given, returned):
@@ -147,7 +149,7 @@ def find_differences(root: str, path: KeyPath, given: PyTree, returned: PyTree) 
 
 
 def _child_differences(
-    root: str, path: KeyPath, given: dict[KeyPath, Any], returned: dict[KeyPath, Any]
+    root: str, path: KeyPath, given: dict[KeyPath, PyTree], returned: dict[KeyPath, PyTree]
 ) -> Iterator[Difference]:
     for key in dict.fromkeys((*given, *returned)):
         leaf = path_str(root, (*path, *key))
@@ -186,7 +188,7 @@ def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterato
         yield Difference(row, (Cure(f"{leaf}: {cure}", "metadata", leaf),))
 
 
-def _same_value(given: Any, returned: Any) -> bool:
+def _same_value(given: object, returned: object) -> bool:
     try:
         return given is returned or bool(given == returned)
     except Exception:  # the value's own `==` decides, and it has no answer
@@ -214,7 +216,7 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
     return Difference.of(leaf, describe_node(given), describe_node(returned), "structure", cure, kind)
 
 
-def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Difference:
+def _leaf_difference(leaf: str, start: str, given: object, returned: object) -> Difference:
     expected, came = describe_leaf(given), describe_leaf(returned)
     if is_static(given):
         cure = "a leaf that is not an array must be the same in every {unit}. Return it unchanged."
@@ -234,7 +236,7 @@ def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Differ
     return Difference(Row(leaf, expected, came, note), cures, given_is_weak=is_weak(given))
 
 
-def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> Iterator[tuple[str, str, str]]:
+def _explain_types(leaf: str, start: str, given: object, returned: object) -> Iterator[tuple[str, str, str]]:
     """How the types of two leaves differ: for each way a note, the kind of its cure, and the cure."""
     name, given_dtype, dtype = leaf.rsplit(".", 1)[-1], dtype_of(given), dtype_of(returned)
     given_shape, shape = shape_of(given), shape_of(returned)
@@ -257,7 +259,7 @@ def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> Iterator
         yield note, note, cure
 
 
-def _lost(kept: Any, dtype: Any) -> str:
+def _lost(kept: DType, dtype: DType) -> str:
     """What a cast to the dtype that is kept would do to a number, beside a loss of precision; nothing else: ""."""
     if jnp.issubdtype(dtype, jnp.complexfloating) and not jnp.issubdtype(kept, jnp.complexfloating):
         return "drop the imaginary part"
@@ -285,7 +287,7 @@ def _shape_cure(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     return f"{{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
 
 
-def _placement(name: str, start: str, given: Any, returned: Any) -> tuple[str, str]:
+def _placement(name: str, start: str, given: Aval, returned: Aval) -> tuple[str, str]:
     """Equal shapes and dtypes: the types differ in manual axes, sharding or memory space."""
     varying_in, varying_out = varying_axes(given), varying_axes(returned)
     if axes := tuple(sorted(varying_out - varying_in)):
@@ -304,7 +306,7 @@ def _placement(name: str, start: str, given: Any, returned: Any) -> tuple[str, s
     return "type", "return a value of the type that was given."
 
 
-def _spec(aval: Any) -> str:
+def _spec(aval: Aval) -> str:
     return f"jax.P({', '.join(map(repr, spec_parts(aval.sharding.spec)))})"
 
 
@@ -347,7 +349,7 @@ def without_carries(given: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
     return _rebuild(given, [pairs[key][0] for key, _ in mine]), _rebuild(returned, seconds)
 
 
-def _rebuild(node: PyTree, parts: list[Any]) -> PyTree:
+def _rebuild(node: PyTree, parts: list[PyTree]) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(node, is_leaf=lambda part: part is not node), parts)
 
 
@@ -371,7 +373,7 @@ def write_carries(state: PyTree, returned: PyTree, valid: Array | None, root: st
     return jax.tree.unflatten(outer, [write(i, node, part) if is_carry(node) else part for i, (node, part) in pairs])
 
 
-def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
+def _check_written(old: AbstractCarry[Any, Any], new: object, path: str) -> None:
     """Compares a written carry with the one before; a weakly typed leaf may change once, as lax.scan lets it."""
     name, differences = type(old).__name__, list(find_differences(path, (), old, new))
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
@@ -501,7 +503,7 @@ _OF_STATE = {
 }
 
 
-def split_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, PyTree]:
+def split_state(convention: Convention, out: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, the layer's new state, and y.
 
     Raises:

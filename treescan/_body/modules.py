@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.tree_util as jtu
 
-from .._avals import PyTree, TreeDef
+from .._avals import Array, PyTree, TreeDef
 from .._errors import BodyFault, Row
 from .._flax import refusals_of_changes, variable_classes
 from .._trace.equations import origins
 from .._tree import freeze_static, leaves_with_path, path_str, thaw_static
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
-def call_watched(function: Any, *arguments: Any, **keywords: Any) -> Any:
+
+def call_watched(function: Callable[_P, _T], *arguments: _P.args, **keywords: _P.kwargs) -> _T:
     """Calls a function of the user's where flax is imported.
 
     Raises:
@@ -38,7 +41,7 @@ def call_watched(function: Any, *arguments: Any, **keywords: Any) -> Any:
         ) from None
 
 
-def watching_linen() -> contextlib.AbstractContextManager[Any]:
+def watching_linen() -> contextlib.AbstractContextManager[object]:
     """Looks at each call of a module of flax.linen, if that is imported.
 
     A module keeps its variables in a scope. If the scope is older than the loop, a variable that a step writes to it
@@ -50,10 +53,12 @@ def watching_linen() -> contextlib.AbstractContextManager[Any]:
     linen, tracers = sys.modules.get("flax.linen"), sys.modules.get("flax.core.tracers")
     if linen is None or tracers is None:
         return contextlib.nullcontext()
-    current: Callable[[], Any] = tracers.current_trace
+    current: Callable[[], object] = tracers.current_trace
     inside = current()
 
-    def look(function: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+    def look(
+        function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], context: Any
+    ) -> object:
         scope = context.module.scope
         level = None if scope is None else getattr(scope.root, "trace_level", None)
         if level is None or level in (inside, current()):
@@ -77,14 +82,14 @@ def watching_linen() -> contextlib.AbstractContextManager[Any]:
             )
         return out
 
-    def variables_of(module: Any) -> dict[str, Any]:
+    def variables_of(module: Any) -> dict[str, object]:
         name = "/".join(module.path) or type(module).__name__
         return {path_str(name, path): leaf for path, leaf in jtu.tree_flatten_with_path(module.variables)[0]}
 
     return linen.intercept_methods(look)
 
 
-Call: TypeAlias = Callable[[tuple[PyTree, ...]], Any]
+Call: TypeAlias = Callable[[tuple[PyTree, ...]], object]
 """Calls the body with other values in the places of what is watched."""
 
 
@@ -92,7 +97,7 @@ class Variable(NamedTuple):
     """A variable: the name of its type, and its arrays."""
 
     kind: str
-    leaves: list[Any]
+    leaves: list[Array]
 
 
 class Watched(NamedTuple):
@@ -108,7 +113,7 @@ class Watched(NamedTuple):
 
     roots: tuple[str, ...]
     given: tuple[PyTree, ...]
-    arrays: list[Any]
+    arrays: list[Array]
     structure: TreeDef
     variables: dict[str, Variable]
 
@@ -118,7 +123,7 @@ class Watched(NamedTuple):
         arrays, structure = jtu.tree_flatten(freeze_static(given, scalars=True))
         return cls(roots, given, arrays, structure, _module_variables(roots, given))
 
-    def refuse_changes(self, out: Any, call: Call) -> None:
+    def refuse_changes(self, out: PyTree, call: Call) -> None:
         """Refuses changes of variables whose new values are not among what the body returned.
 
         Raises:
@@ -148,7 +153,7 @@ class Watched(NamedTuple):
     def _passed_on(self, call: Call) -> set[str]:
         """The paths of variables whose arrays come back as they went in, through whatever functions."""
 
-        def run(arrays: list[Any]) -> dict[str, list[Any]]:
+        def run(arrays: list[Array]) -> dict[str, list[Array]]:
             given = thaw_static(jtu.tree_unflatten(self.structure, arrays))
             call(given)
             now = _module_variables(self.roots, given)

@@ -7,8 +7,9 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from .._avals import PyTree
 from .._loop.loop import Body
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Convention:
     stacks: bool = False
     other: str = "scan"
     stateful: bool = False
-    records: Callable[[Any, Any], tuple[Any, Any]] | None = None
+    records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
 
     @property
     def carry(self) -> str:
