@@ -141,7 +141,7 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
     return bound
 
 
-def check_bound(bound: Any, name: str) -> int:
+def check_bound(bound: object, name: str) -> int:
     """A concrete int: the end of a range of indices."""
     if isinstance(bound, Tracer):
         raise TracedMisuse(

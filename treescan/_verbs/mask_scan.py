@@ -247,7 +247,7 @@ _REFUSES = {
 }
 
 
-def _spread_time(time_axis: Any, xs: PyTree) -> tuple[Axes, Axes, int]:
+def _spread_time(time_axis: int | AxesOfTime, xs: PyTree) -> tuple[Axes, Axes, int]:
     """Where the steps are in xs, in ys, and in the mask and the resets."""
     each = by_part("time_axis", time_axis, ("xs", "ys", "mask"))
     if isinstance(time_axis, Mapping):

@@ -16,11 +16,12 @@ from .._outputs.outputs import is_positions
 from .._rows.axes import RowFlags
 from .._transforms.transform import Transform
 from .._tree import Prefix
-from .._types import ProgressLike, Save
+from .._types import ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted
 from .progress import shown_around
 
 if TYPE_CHECKING:
+    from ..options import Option
     from .prepare import Prepared
 
 
@@ -35,7 +36,9 @@ def showing(progress: ProgressLike, prepared: Prepared) -> Transform | None:
     return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
 
-def checking(value: Any, prepared: Prepared, *, ends_early: bool = False, layers: bool = False) -> Transform | None:
+def checking(
+    value: bool | Returned, prepared: Prepared, *, ends_early: bool = False, layers: bool = False
+) -> Transform | None:
     """`check_finite`.
 
     Args:
@@ -64,7 +67,7 @@ def with_report(result: Any, transforms: Sequence[Transform]) -> Any:
     return delivered(Result(*result), returned=returned)
 
 
-def recomputing(remat: Any) -> Transform | None:
+def recomputing(remat: RematLike | None) -> Transform | None:
     """`remat`, which is not of the core where nothing is recomputed."""
     if remat is None:
         return None
@@ -81,7 +84,7 @@ _PLAIN = (str, int, type(None))
 """What most calls say of outputs: it holds no positions."""
 
 
-def recording(save: Any) -> Transform | None:
+def recording(save: Save) -> Transform | None:
     """Positions in `save`."""
     if isinstance(save, _PLAIN) or not _has_positions(save):
         return None
@@ -108,7 +111,7 @@ def telling(body: Body, positional: int) -> Keyword | None:
     return FIRST
 
 
-def truncating(truncate: Any) -> Transform | None:
+def truncating(truncate: int | None) -> Transform | None:
     """`truncate`."""
     if truncate is None:
         return None
@@ -147,7 +150,7 @@ def restored_by(
     return check_targets(flags, reset_to, init, axes, time_axis, adopted, arrays, root)
 
 
-def of_strangers(options: Any) -> list[Transform]:
+def of_strangers(options: Sequence[Option] | None) -> list[Transform]:
     """`options`, of which each is somebody else's."""
     if options is None or (isinstance(options, list | tuple) and not options):
         return []

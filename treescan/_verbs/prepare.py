@@ -6,6 +6,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ from .._transforms.call import Arguments, Call
 from .._transforms.program import Program, execute
 from .._transforms.transform import Transform, in_order
 from .._tree import Prefix, freeze_static, thaw_static
-from .._types import Axes, ProgressLike, RematLike, Returned, Save
+from .._types import Axes, AxesOfRows, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
 from .options import (
     checking,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
     from ..options import Option
 
 
-def _of_batches() -> Any:
+def _of_batches() -> ModuleType | None:
     """The module of batches of sequences; None: it is not loaded, so that no value is one."""
     return sys.modules.get(f"{__name__.rpartition('._verbs')[0]}._batches.batch")
 
@@ -81,7 +82,7 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         known.refuse_batches(xs, in_axes, convention)
 
 
-def spread_rows(row_axes: Any) -> tuple[Prefix, Prefix, Prefix]:
+def spread_rows(row_axes: int | AxesOfRows) -> tuple[Prefix, Prefix, Prefix]:
     """Where rows are in the carry, in x and in y, as `row_axes` says."""
     if type(row_axes) is int:  # of all three, as in most calls
         one = Prefix.of(row_axes)
@@ -110,8 +111,8 @@ class Prepared:
     given: Arguments
     axes: LeafAxes | None
     adopted: Adopted
-    alive: Any
-    cond: Callable[..., Any] | None = None
+    alive: object
+    cond: Callable[..., object] | None = None
     options: Sequence[Option] = ()
     other_axes: tuple[LeafAxes | None, ...] = ()
 
@@ -209,7 +210,7 @@ _OF_OTHER_VALUES = (TypeError, ValueError, AttributeError, LookupError)
 
 def prepare(
     convention: Convention,
-    f: Callable[..., Any],
+    f: Callable[..., object],
     init: PyTree,
     xs: PyTree = None,
     length: int | None = None,
@@ -220,7 +221,7 @@ def prepare(
     in_axes: Axes = 0,
     key: Array | None = None,
     offset: ArrayLike | None = None,
-    lowering: tuple[tuple[str, Any], ...] = (),
+    lowering: tuple[tuple[str, object], ...] = (),
     masked: bool = False,
     has_segments: bool = False,
     options: Sequence[Option] = (),
@@ -275,14 +276,14 @@ def prepare(
     return Prepared(call, given, axes, adopted, alive, options=options)
 
 
-def first_position(offset: Any, steps: int) -> Any:
+def first_position(offset: ArrayLike, steps: int) -> Array:
     """The position of the first step, checked."""
     from .._transforms.offset import check_offset
 
     return check_offset(offset, steps)
 
 
-def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
+def body_of(f: Callable[..., object], convention: Convention) -> tuple[Body, Callable[..., object]]:
     """A body's handle, and the function that it refers to: that of an equal body may be another object."""
     check_callable(f, convention.call)
     body = Body.of(f)
@@ -308,7 +309,7 @@ def returned(result: Any, place: int | None = None) -> Any:
     return (*result[:2], report) if place is None else (part, report)
 
 
-def refuse_report(check_finite: Any) -> None:
+def refuse_report(check_finite: object) -> None:
     """Refuses a report of `check_finite` where the results have the form that flax gives them."""
     if isinstance(check_finite, str) and check_finite == "return":
         raise Misuse(
@@ -373,7 +374,7 @@ def _without_refs(
 
 def run_scan(
     convention: Convention,
-    f: Callable[..., Any],
+    f: Callable[..., object],
     init: PyTree,
     xs: PyTree,
     length: int | None,

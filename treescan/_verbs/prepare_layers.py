@@ -43,7 +43,7 @@ from .._stacks.layer_axis import count_layers, freeze_shared, is_traced_number, 
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Transform
 from .._tree import Static, freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Axes, ProgressLike, Remat, Save
+from .._types import Axes, ProgressLike, Remat, RematLike, Save
 from ..carries._registry import Adopted, adopt
 from .options import checking, recording, showing
 from .prepare import Prepared, body_of, first_position
@@ -73,12 +73,12 @@ class Stacks(NamedTuple):
     sequence: bool
     frozen: bool
 
-    def each(self, given: Any, name: str) -> tuple[Any, ...]:
+    def each(self, given: object, name: str) -> tuple[PyTree, ...]:
         """One item for each block, of a sequence if the user gave one of blocks."""
         return one_each(len(self.layers), given, name) if self.sequence else (given,)
 
 
-def is_pattern(block: Any) -> bool:
+def is_pattern(block: object) -> bool:
     """Whether a block is a sequence of several. A tuple that can be called is one block."""
     return isinstance(block, list | tuple) and not callable(block)
 
@@ -146,7 +146,7 @@ def forgotten_stack(layers: PyTree, root: str) -> list[str]:
     ]
 
 
-def one_each(count: int, given: Any, name: str) -> tuple[Any, ...]:
+def one_each(count: int, given: object, name: str) -> tuple[PyTree, ...]:
     """A sequence with one item for each block."""
     fault = LayerFault if name in ("layers", "xs", "state") else Misuse
     blocks = "is 1 block" if count == 1 else f"are {count} blocks"
@@ -224,7 +224,7 @@ def _check_count(
     refuse_split(named, axes)
 
 
-def _size(leaf: Any, axis: int) -> int | None:
+def _size(leaf: object, axis: int) -> int | None:
     shape = shape_of(leaf) or ()
     return shape[axis] if axis < len(shape) else None
 
@@ -234,7 +234,7 @@ def _axes_of(layers: PyTree) -> LeafAxes:
     return tuple(None if is_traced_number(leaf) else 0 for leaf in jax.tree.leaves(layers))
 
 
-def check_remats(remat: Any, stacks: Stacks) -> Remats:
+def check_remats(remat: object, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
     if remat is None:
         return None
@@ -284,7 +284,7 @@ def _exchanged(x: PyTree, layers: PyTree, xs: PyTree, state: PyTree) -> list[str
     ]
 
 
-def check_args(args: Any) -> tuple[PyTree, ...]:
+def check_args(args: object) -> tuple[PyTree, ...]:
     """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
     if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
         raise Misuse(
@@ -344,7 +344,7 @@ class PreparedLayers:
     states: tuple[Adopted, ...]
     form: Callable[[list[PyTree]], PyTree]
 
-    def run(self) -> tuple[Any, ...]:
+    def run(self) -> tuple[PyTree, ...]:
         """Runs the layers: what the last one returned, and what else there is of their states, outputs, a report."""
         result = self.prepared.run(*self.transforms)
         x, ys = result[:2]
@@ -365,7 +365,7 @@ def prepare_layers(
     x: PyTree,
     layers: PyTree,
     xs: PyTree,
-    args: Any,
+    args: tuple[PyTree, ...],
     *,
     length: int | None = None,
     reverse: bool = False,
@@ -375,7 +375,7 @@ def prepare_layers(
     state: PyTree = None,
     key: Array | None = None,
     offset: ArrayLike | None = None,
-    remat: Any = None,
+    remat: RematLike | Sequence[RematLike | None] | None = None,
     save: Save = "all",
     check_finite: bool = False,
     progress: ProgressLike = None,
@@ -456,7 +456,7 @@ def _transforms(
     )
 
 
-def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree, ...]) -> Any:
+def _of_outputs(said: PyTree, of_states: PyTree, stacks: Stacks, caches: tuple[PyTree, ...]) -> PyTree:
     """What the user said of ys, of what a step returns beside x: for each of several blocks, beside its state."""
     count = len(stacks.layers)
     each = list(said) if stacks.sequence and type(said) in (list, tuple) else [said] * count  # a NamedTuple is a y

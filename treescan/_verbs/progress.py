@@ -27,12 +27,12 @@ def around() -> Progress | None:
     return None if _context is None else _context.value
 
 
-def within(shown: Progress | None) -> contextlib.AbstractContextManager[Any]:
+def within(shown: Progress | None) -> contextlib.AbstractContextManager[object]:
     """The context that shows this, which `around` returned, perhaps in another thread."""
     return contextlib.nullcontext() if shown is around() else _context(shown)
 
 
-def silent() -> contextlib.AbstractContextManager[Any]:
+def silent() -> contextlib.AbstractContextManager[object]:
     """Within it, loops have no bar unless their calls ask for one: a loop's own steps run within."""
     return within(None)
 

@@ -271,7 +271,7 @@ def _check_remat(remat: RematLike | None) -> RematLike | None:
     return check_remat(remat)
 
 
-def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:
+def _check_max_length(max_length: int | None, xs: PyTree, axes: LeafAxes | None) -> int:
     """The most steps to take: what is given, which xs must have at least, else what xs have."""
     most = check_length(max_length, "max_length", _TRACED_MOST)
     scanned = axes or (0,) * len(jax.tree.leaves(xs))
