@@ -12,16 +12,16 @@ from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from .._arguments import axis_spec, with_axes
-from .._avals import LeafAxes, PyTree, describe_leaf, dtype_of, is_weak, shape_of, spec_parts
+from .._avals import Array, AxisSpec, LeafAxes, PyTree, describe_leaf, dtype_of, is_weak, shape_of, spec_parts
 from .._errors import LayerFault, Row, expect
 from .._flax import box_classes, holds, variable_classes
-from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, path_str, same_structure
+from .._tree import KeyPath, freeze_leaves, is_number, is_static, leaves_with_path, path_str, same_structure
 
 _PARTITION_NAME = "partition_name"  # PARTITION_NAME of `flax.nnx` and `flax.core.meta`
 _NAMES = ("out_sharding", "sharding_names")  # what a variable calls the names of its axes, now and in flax 0.12.2
 
 
-def add_layer_axis(stacked: PyTree, name: Any) -> PyTree:
+def add_layer_axis(stacked: PyTree, name: str | None) -> PyTree:
     """A stack whose boxes have the metadata of one layer, with the axis of the layers in it, first.
 
     Args:
@@ -42,7 +42,7 @@ def add_layer_axis(stacked: PyTree, name: Any) -> PyTree:
     return _map_boxes("layer", stacked, add, "add_axis")
 
 
-def remove_layer_axis(stacked: PyTree, root: str, name: Any = None) -> PyTree:
+def remove_layer_axis(stacked: PyTree, root: str, name: str | None = None) -> PyTree:
     """A stack, arrays and all, whose boxes have the metadata of one layer.
 
     flax's own `vmap` leaves the axis out of the metadata unless it is told its name. So names count as those of a stack
@@ -83,7 +83,7 @@ def remove_layer_axis(stacked: PyTree, root: str, name: Any = None) -> PyTree:
     return _map_boxes(root, stacked, remove, "remove_axis")
 
 
-def _remove(box: Any, name: Any) -> Any:
+def _remove(box: Any, name: AxisSpec) -> Any:
     if not isinstance(box, variable_classes()):
         return box.remove_axis(0, {_PARTITION_NAME: name})
     copy = _copy(box)
@@ -98,7 +98,7 @@ def _copy(box: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf, box)
 
 
-def _names(box: Any) -> tuple[Any, ...] | None:
+def _names(box: Any) -> tuple[AxisSpec, ...] | None:
     """The names of the axes in a box; None if it has none."""
     is_variable = isinstance(box, variable_classes())
     metadata: dict[str, Any] = box.get_metadata() if is_variable else {"out_sharding": getattr(box, "names", None)}
@@ -106,16 +106,16 @@ def _names(box: Any) -> tuple[Any, ...] | None:
     return tuple(spec_parts(names)) if isinstance(names, tuple | list | PartitionSpec) else None
 
 
-def _rank(box: Any) -> int:
+def _rank(box: PyTree) -> int:
     return max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(box)), default=0)
 
 
-def _is_box(node: Any) -> bool:
+def _is_box(node: object) -> bool:
     return isinstance(node, box_classes())
 
 
-def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: str) -> PyTree:
-    def mapped(path: Any, node: Any) -> Any:
+def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], object], method: str) -> PyTree:
+    def mapped(path: KeyPath, node: PyTree) -> PyTree:
         try:
             return function(node) if _is_box(node) else node
         except Exception as error:
@@ -130,7 +130,7 @@ def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: 
     return jax.tree.map_with_path(mapped, tree, is_leaf=_is_box) if holds(tree, box_classes()) else tree
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     flax = 'It is the name of the axis of the layers in flax\'s metadata, for example `layer_axis_name="layers"`.'
     expect(name is None or isinstance(name, str), "layer_axis_name", "a string or None", name, flax)
 
@@ -153,7 +153,7 @@ def numbers_in(tree: PyTree) -> list[bool]:
     return numbers
 
 
-def is_traced_number(leaf: Any) -> bool:
+def is_traced_number(leaf: object) -> bool:
     """Whether a leaf is what JAX makes of a Python number that it traces: a scalar with a weak type, or a flag."""
     if getattr(leaf, "ndim", 0):  # faster than to ask JAX for the type
         return False
@@ -195,7 +195,7 @@ def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *,
     )
 
 
-def _spec(leaf: Any) -> tuple[Any, ...]:
+def _spec(leaf: Array) -> tuple[AxisSpec, ...]:
     """How each axis of a leaf is split."""
     typed = getattr(jax.typeof(leaf), "sharding", None)
     parts = () if typed is None else spec_parts(typed.spec)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from .._arguments import check_key
 from .._avals import (
@@ -192,35 +192,39 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
     return thaw_static(jax.tree.unflatten(structure, leaves))
 
 
-def _in_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def _in_one_call(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """A function of whole trees as one program; within a trace, a part of the one that is being traced."""
     jitted = jax.jit(function)
 
-    def call(*args: Any) -> Any:
-        return function(*args) if under_a_trace() else jitted(*args)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return function(*args, **kwargs) if under_a_trace() else jitted(*args, **kwargs)
 
     return call
 
 
 @_in_one_call
-def _stack_arrays(layers: list[list[Any]]) -> list[Array]:
+def _stack_arrays(layers: list[list[Array]]) -> list[Array]:
     return [jnp.stack(leaves) for leaves in zip(*layers, strict=True)]
 
 
 @_in_one_call
-def _take_arrays(arrays: list[Any], i: Any) -> list[Array]:
-    take = jax.lax.index_in_dim if isinstance(i, int) else jax.lax.dynamic_index_in_dim
+def _take_arrays(arrays: list[Array], i: int | Array) -> list[Array]:
+    take: Callable[..., Array] = jax.lax.index_in_dim if isinstance(i, int) else jax.lax.dynamic_index_in_dim
     return [leaf if is_traced_number(leaf) else take(jnp.asarray(leaf), i, keepdims=False) for leaf in arrays]
 
 
 @_in_one_call
-def _split_arrays(arrays: list[Any]) -> list[list[Array]]:
+def _split_arrays(arrays: list[Array]) -> list[list[Array]]:
     count = next(leaf.shape[0] for leaf in arrays if not is_traced_number(leaf))
     return [_take_arrays(arrays, i) for i in range(count)]
 
 
 @_in_one_call
-def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
+def _put_arrays(arrays: list[Array], i: int | Array, layer: list[Array]) -> list[Array]:
     put = jax.lax.dynamic_update_index_in_dim
     return [
         leaf if is_traced_number(leaf) else put(jnp.asarray(leaf), jnp.asarray(new), i, 0)
@@ -273,12 +277,12 @@ def split_layers(frozen: PyTree) -> list[PyTree]:
     return [jax.tree.unflatten(structure, layer) for layer in _split_arrays(arrays)]
 
 
-def _take(frozen: PyTree, i: Any) -> PyTree:
+def _take(frozen: PyTree, i: int | Array) -> PyTree:
     arrays, structure = jax.tree.flatten(frozen)
     return jax.tree.unflatten(structure, _take_arrays(arrays, i))
 
 
-def _put(frozen: PyTree, i: Any, layer: PyTree) -> list[Array]:
+def _put(frozen: PyTree, i: int | Array, layer: PyTree) -> list[Array]:
     """The arrays of a stack with those of a layer in their places."""
     stacked = thaw_static(frozen)
     if same_structure(stacked, layer):  # its Python numbers are shared where those of the stack are
@@ -324,11 +328,15 @@ def _check_number(i: Any, count: int) -> int | Array:
     return number % count
 
 
-def _is_place(node: Any) -> bool:
+_Place: TypeAlias = NamedSharding | PartitionSpec | None
+"""How an array is split over devices; None: as JAX chooses."""
+
+
+def _is_place(node: object) -> bool:
     return node is None or isinstance(node, jax.sharding.Sharding | PartitionSpec)
 
 
-def spec_of(place: Any) -> PartitionSpec:
+def spec_of(place: _Place) -> PartitionSpec:
     """How a sharding splits the axes of an array."""
     if place is None:
         return PartitionSpec()
@@ -364,7 +372,7 @@ def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
     return Prefix(tuple(map(_stacked, places)), jax.tree.structure(layer))
 
 
-def _misfit(leaf: Any, place: Any) -> str:
+def _misfit(leaf: Array | jax.ShapeDtypeStruct, place: Any) -> str:
     """Why a leaf cannot be sharded so; nothing if it can."""
     if place is None:
         return ""
@@ -383,7 +391,7 @@ def _misfit(leaf: Any, place: Any) -> str:
     return ""
 
 
-def _stacked(place: Any) -> Any:
+def _stacked(place: _Place) -> _Place:
     if place is None:
         return None
     spec = PartitionSpec(None, *spec_parts(spec_of(place)))
@@ -448,7 +456,7 @@ def init_layers(
         return add_layer_axis(thaw_static(_run(init, key, count, args, shardings)), layer_axis_name)
 
 
-def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) -> PyTree:
+def _run(init: Callable[..., PyTree], key: Array | None, n: int, args: tuple[PyTree, ...], shardings: PyTree) -> PyTree:
     if not callable(init):
         raise BodyFault(
             f"{{verb}} needs a function that makes a layer, but got {describe_argument(init)}.",
@@ -497,7 +505,9 @@ def _all(body: Body, n: int, key: Array, frozen: PyTree) -> PyTree:
     return jax.vmap(functools.partial(_one, body), in_axes=(0, None))(split, frozen)
 
 
-def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, frozen: PyTree) -> Callable[..., PyTree]:
+def _program(
+    body: Body, n: int, shardings: PyTree, mesh: AbstractMesh, key: Array, frozen: PyTree
+) -> Callable[..., PyTree]:
     """Makes all layers, each leaf in its place on the mesh that is set, or on its own."""
     make = functools.partial(_all, body, n)
     if shardings is None:
