@@ -180,7 +180,7 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         )
 
 
-def _is_batch(node: Any) -> bool:
+def _is_batch(node: object) -> bool:
     return isinstance(node, Padded | Packed)
 
 
@@ -210,7 +210,7 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
         raise Misuse(says, cure)
 
 
-def _said(batch: _Batch) -> list[Any]:
+def _said(batch: _Batch) -> list[Array]:
     """What a batch says of its rows."""
     return [batch.lengths] if isinstance(batch, Padded) else [batch.mask, batch.resets, *batch.index]
 
@@ -234,7 +234,7 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
             )
 
 
-def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
+def check_padded(given: Mapping[str, object], kind: str, path: str = "xs") -> None:
     """Refuses options that a `Padded` or a `Packed` already determines."""
     said = [name for name, value in given.items() if value is not None]
     if said:

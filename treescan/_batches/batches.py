@@ -151,7 +151,7 @@ def unpack(ys: Y, packed: Packed[Any]) -> list[Y]:
     return spans.cut_out(ys)
 
 
-def not_packed(packed: Any, kind: str, call: str) -> Fault:
+def not_packed(packed: object, kind: str, call: str) -> Fault:
     """What is raised where something else than a batch comes second."""
     return TypeMisuse(
         f"{{verb}} takes {kind} second, got {describe_argument(packed)}.",
@@ -222,7 +222,7 @@ def last(ys: Y, batch: Packed[Any] | Padded[Any], *, reverse: bool | None = None
     return jax.tree.map(lambda leaf: _gather(leaf, (end, *rows)), ys)
 
 
-def _gather(leaf: Any, where: tuple[Array, ...], value: Any = 0) -> Array:
+def _gather(leaf: Array, where: tuple[Array, ...], value: ArrayLike = 0) -> Array:
     """The leaf at each place, the value for places outside.
 
     Places are unique, so that the gradient is a scatter in no order.
@@ -241,7 +241,7 @@ def _gather(leaf: Any, where: tuple[Array, ...], value: Any = 0) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _get(value: Any, leaf: Array, *where: Array) -> Array:
+def _get(value: complex, leaf: Array, *where: Array) -> Array:
     """Compiled for each type: JAX keeps eager gathers by their `fill_value`, and 0 is equal to False and to 0j."""
     return leaf.at[where].get(mode="fill", fill_value=value, unique_indices=True)
 
@@ -381,7 +381,7 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
     return _own_rows(counts).cut_out(data)
 
 
-def _own_rows(lengths: Any) -> Spans:
+def _own_rows(lengths: np.ndarray) -> Spans:
     """Each sequence at the start of its own row."""
     return Spans(np.arange(len(lengths)), np.zeros(len(lengths), np.int64), np.asarray(lengths, np.int64))
 

@@ -16,6 +16,8 @@ from jax.core import ShapedArray, Tracer
 from .._arguments import without_axis
 from .._avals import (
     Array,
+    ArrayLike,
+    DType,
     PyTree,
     TreeDef,
     describe_argument,
@@ -187,7 +189,7 @@ class Sequences(NamedTuple):
         return jax.tree.unflatten(self.structure, batched)
 
 
-def is_list(given: Any) -> bool:
+def is_list(given: object) -> bool:
     """Whether something is a sequence, and neither a text nor a named tuple."""
     return isinstance(given, Sequence) and not isinstance(given, str | bytes) and not hasattr(given, "_fields")
 
@@ -227,7 +229,7 @@ def check_sequences(sequences: Any) -> Sequences:
     return Sequences(trees[0][1], leaves, np.asarray([flat[0].shape[0] for flat in leaves], np.int64))
 
 
-def refuse_traced(value: Any, name: str, cure: str = _OUTSIDE_JIT) -> None:
+def refuse_traced(value: object, name: str, cure: str = _OUTSIDE_JIT) -> None:
     """Refuses a traced value."""
     if isinstance(value, Tracer):
         raise TracedMisuse(f"{{verb}}: {name} is {describe_traced(value)}.", cure)
@@ -285,7 +287,7 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
         )
 
 
-def _step_type(leaf: Any) -> tuple[tuple[int, ...], Any]:
+def _step_type(leaf: object) -> tuple[tuple[int, ...], DType]:
     """The shape and the dtype of one step, the dtype as JAX will have it."""
     aval = jax.typeof(leaf)
     return aval.shape[1:], aval.dtype
@@ -297,7 +299,7 @@ def some(rows: list[Row]) -> list[Row]:
     return rows if rest <= 1 else [*rows[:_MANY], Row(f"and {rest} more", "", "")]
 
 
-def check_count(value: Any, name: str, least: int = 0) -> int | None:
+def check_count(value: object, name: str, least: int = 0) -> int | None:
     """A concrete int from `least` up, or None."""
     if value is None:
         return None
@@ -334,14 +336,16 @@ class Spans(NamedTuple):
         spans = zip(self.row.tolist(), self.start.tolist(), self.length.tolist(), strict=True)
         return [(row, slice(start, start + length)) for row, start, length in spans]
 
-    def cut_out(self, tree: PyTree) -> list[Any]:
+    def cut_out(self, tree: PyTree) -> list[PyTree]:
         """What is in each span of a tree with leaves [steps, rows, ...]."""
         leaves, structure = jax.tree.flatten(tree)
         columns = [_cut_leaf(leaf, self.each()) for leaf in leaves]
         return [jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(len(self.row))]
 
 
-def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, rows: int, number: Any) -> Array:
+def _lay_leaf(
+    column: Sequence[ArrayLike], where: list[tuple[int, slice]], steps: int, rows: int, number: ArrayLike
+) -> Array:
     leaves = _on_host(column)
     shape, dtype = _step_type(leaves[0])
     batch = np.full((steps, rows, *shape), number, dtype)
@@ -350,7 +354,9 @@ def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, row
     return put(batch, column[0])
 
 
-def spread_fill(fill: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence") -> list[Any]:
+def spread_fill(
+    fill: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence"
+) -> list[ArrayLike]:
     """The value of the padding for each leaf of a tree, whose root and name are those of messages."""
     cure = f"Give one number for all leaves, or a tree of numbers that is a prefix of {whole}."
     numbers = spread_prefix("`fill`", fill, example, root, cure, whole=whole)
@@ -360,7 +366,7 @@ def spread_fill(fill: PyTree, example: PyTree, root: str = "sequences[0]", whole
     ]
 
 
-def _cast(number: Any, path: str, leaf: Any) -> Any:
+def _cast(number: object, path: str, leaf: object) -> np.ndarray:
     """A number in the dtype of a leaf; floating-point dtypes round it."""
     dtype = jax.typeof(leaf).dtype
     if isinstance(number, _NUMBERS) and not isinstance(number, Tracer) and np.ndim(number) == 0:
@@ -401,27 +407,27 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
     return steps
 
 
-def check_concrete(value: Any, name: str) -> Any:
+def check_concrete(value: object, name: str) -> np.ndarray:
     """A value whose elements can be read, as a NumPy array."""
     refuse_traced(value, name)
     return np.asarray(value)
 
 
-def _cut_leaf(leaf: Any, where: list[tuple[int, slice]]) -> list[Array]:
+def _cut_leaf(leaf: Array, where: list[tuple[int, slice]]) -> list[Array]:
     if isinstance(leaf, Tracer):
         return [leaf[span, row] for row, span in where]
     (batch,) = _on_host([leaf])
     return put([batch[span, row].copy() for row, span in where], leaf)
 
 
-def _on_host(leaves: list[Any]) -> list[np.ndarray]:
+def _on_host(leaves: Sequence[ArrayLike]) -> list[np.ndarray]:
     """Concrete leaves as NumPy arrays, of typed keys their data."""
     with jax.ensure_compile_time_eval():
         leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
     return list(map(np.asarray, jax.device_get(leaves)))
 
 
-def put(tree: Any, like: Any = None) -> Any:
+def put(tree: PyTree, like: ArrayLike | None = None) -> PyTree:
     """NumPy arrays as arrays of JAX, concrete under a trace too. `jnp.asarray` compiles a copy for each new shape.
 
     If `like` is an array of typed keys, they are the data of such keys.
@@ -473,7 +479,7 @@ def stack_inits(inits: Any, count: int) -> PyTree:
     return jax.tree.map(lambda *leaves: _stack(list(leaves)), *inits)
 
 
-def _stack(leaves: list[Any]) -> Array:
+def _stack(leaves: Sequence[ArrayLike]) -> Array:
     """One array [N, ...]; concrete leaves are stacked on the host, which compiles nothing."""
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return jnp.stack(leaves)
