@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._avals import Array, PyTree, describe_leaf, is_key
+from ._avals import Array, ArrayLike, PyTree, describe_leaf, is_key
 from ._body.carry import agree, find_differences, holds
 from ._errors import ArgumentError, Misuse, Row, expect, is_jax_frame, named_options, shorten, walk_traceback
 from ._rows.axes import row_axes
@@ -178,7 +178,7 @@ def differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) ->
             yield Row(path, show(first), show(second), "")
 
 
-def values_of(leaf: Any) -> np.ndarray:
+def values_of(leaf: ArrayLike) -> np.ndarray:
     """The numbers of a leaf; of a typed key its data."""
     return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
 
@@ -313,7 +313,7 @@ def _unpadded(trial: _Trial) -> Iterator[Row]:
         yield from _noted(f"{label}read()", read, mine, shown)
 
 
-def _notes(trial: _Trial, function: Callable[[Any], PyTree]) -> list[str | None]:
+def _notes(trial: _Trial, function: Callable[[AbstractCarry[Any, Any]], PyTree]) -> list[str | None]:
     """For each result of a function of the carry: the shared leaves that it reads and that change, in words.
 
     None for what reads no leaf with rows.
@@ -342,7 +342,7 @@ def _noted(root: str, expected: PyTree, came: PyTree, notes: list[str | None]) -
         yield from (row._replace(note=note) for row in differ(path, a, b) if note is not None)
 
 
-def _of_row(whole: Any, one: Any, row: tuple[int, ...], batch: tuple[int, ...]) -> Any:
+def _of_row(whole: Array, one: Array, row: tuple[int, ...], batch: tuple[int, ...]) -> Array:
     """What was read for a row: along the axes in which the reading of all rows and that of one row differ in size.
 
     If these are not those of the batch, it is returned whole.
@@ -484,7 +484,10 @@ def _part(carry: PyTree, axes: tuple[int | None, ...], rows: tuple[Any, ...]) ->
 
 
 def _pull(
-    function: Callable[..., PyTree], carry: Any, returned: PyTree, choose: Callable[[Array], Array] = jnp.ones_like
+    function: Callable[..., PyTree],
+    carry: AbstractCarry[Any, Any],
+    returned: PyTree,
+    choose: Callable[[Array], Array] = jnp.ones_like,
 ) -> PyTree:
     """The gradient of a function by what is floating-point in its arguments.
 

@@ -312,7 +312,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
     return made(Moments(count, mean, jnp.zeros_like(mean), shared, seen))
 
 
-def _checked(shape: Any) -> tuple[int, ...]:
+def _checked(shape: object) -> tuple[int, ...]:
     """The shape of an entry; one number is the shape of a vector."""
     parts = shape if isinstance(shape, tuple | list) else (shape,)
     sizes = [size for part in parts if (size := exact_int(part)) is not None and size >= 0]
@@ -350,7 +350,7 @@ class Window(AbstractCarry[Any, Any]):
         return 1
 
 
-def _shift(values: Array, returned: Any) -> Array:
+def _shift(values: Array, returned: ArrayLike) -> Array:
     if jnp.shape(returned) != values.shape[1:]:
         raise TypeError(
             f"it carries {describe_leaf(values)}, values of shape {list(values.shape[1:])}, but was given "

@@ -81,7 +81,7 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
         return 0
 
 
-def is_carry(node: Any) -> bool:
+def is_carry(node: object) -> bool:
     """Whether a node of a tree is a custom carry."""
     return isinstance(node, AbstractCarry)
 
@@ -190,7 +190,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
     return jax.tree.unflatten(outer, [node.write(part, valid) if is_carry(node) else part for node, part in pairs])
 
 
-def parts_of(outer: TreeDef, tree: PyTree) -> list[Any] | None:
+def parts_of(outer: TreeDef, tree: PyTree) -> list[PyTree] | None:
     """What is in a tree where a structure has its leaves; None if it has another structure above them."""
     try:
         return outer.flatten_up_to(tree)
@@ -203,7 +203,7 @@ def describe_class(kind: type) -> str:
     return f"`{kind.__qualname__.rsplit('<locals>.', 1)[-1]}` is defined in {origin(kind.__module__)}."
 
 
-def describe_function(function: Callable[..., Any]) -> str:
+def describe_function(function: Callable[..., object]) -> str:
     """A function, where it is defined, and the distribution that brings it."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -53,7 +53,7 @@ def inexact(value: ArrayLike, name: str = "") -> Array:
     return strong(value if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float))
 
 
-def numbers(value: Any, name: str = "") -> Array:
+def numbers(value: object, name: str = "") -> Array:
     """A value as an array.
 
     Raises:
@@ -142,7 +142,7 @@ def is_shared(shared: bool | None, value: Array) -> bool:
 
 def made(carry: AbstractCarry[Seen, Any]) -> Seen:
     """A carry, typed as what the body sees, once its `shared` is checked."""
-    shared: Any = getattr(carry, "shared", None)
+    shared: object = getattr(carry, "shared", None)
     cure = "True: all rows of a `mask_scan` share it. False: each has its own."
     expect(shared is None or isinstance(shared, bool), "shared", "True, False or None", shared, cure)
     return as_seen(carry)
@@ -212,7 +212,7 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: b
     return Entries(jnp.where(counts, new, jnp.zeros_like(new)), counts, number, axes)
 
 
-def pair(returned: Any, names: str) -> tuple[Any, Any]:
+def pair(returned: PyTree, names: str) -> tuple[PyTree, PyTree]:
     """What was returned, as the pair that it must be.
 
     Raises:
@@ -265,7 +265,7 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         values = jax.tree.map(lambda new, old: self._set(old, new, place), value, self.values)
         return replace(self, values=values, count=count)
 
-    def _set(self, values: Array, value: Any, place: Array) -> Array:
+    def _set(self, values: Array, value: ArrayLike, place: Array) -> Array:
         """Writes to the given places; one at or past the capacity writes nothing."""
         new = fitted(jnp.asarray(value), values)
         expected = values.shape[1:] if self.count.ndim else (*place.shape, *values.shape[1:])
@@ -288,7 +288,7 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         return None if is_shared(self.shared, self.count) else {"values": 1, "count": 0}
 
 
-def checked_batch(batch: Any) -> tuple[int, ...]:
+def checked_batch(batch: object) -> tuple[int, ...]:
     """A batch shape."""
     sizes = [exact_int(size) for size in batch] if isinstance(batch, tuple | list) else [None]
     one, known = exact_int(batch), [size for size in sizes if size is not None and size >= 0]
@@ -340,7 +340,7 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         error=TracedArgumentError if isinstance(capacity, Tracer) else ArgumentTypeError,
     )
 
-    def room(leaf: Any) -> Array:
+    def room(leaf: ArrayLike) -> Array:
         return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), numbers(leaf).dtype)
 
     return made(Buffer(jax.tree.map(room, value), jnp.zeros(batch, jnp.int32), shared))
@@ -380,7 +380,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
         score = entry(score, self.score)
         better = score > self.score if self.mode == "max" else score < self.score
 
-        def choose(new: Any, old: Array) -> Array:
+        def choose(new: ArrayLike, old: Array) -> Array:
             new = entry(new, old)
             return jnp.where(better.reshape(*better.shape, *(1 for _ in range(old.ndim - better.ndim))), new, old)
 
@@ -395,7 +395,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
         flat = jnp.where(counts, rows.values, worst).reshape(-1)
         place = jnp.argmax(flat) if self.mode == "max" else jnp.argmin(flat)
 
-        def take(leaf: Any) -> Array:
+        def take(leaf: ArrayLike) -> Array:
             leaf = jnp.asarray(leaf)
             shape = rows.values.shape
             if leaf.shape[: len(shape)] != shape:

@@ -26,7 +26,7 @@ def _limit_value(value: Array, limit: ArrayLike) -> Array:
     return value
 
 
-def _clip_to(limit: Any, g: Array) -> tuple[Array, Array]:
+def _clip_to(limit: ArrayLike, g: Array) -> tuple[Array, Array]:
     most = jnp.maximum(jnp.asarray(limit), 0)  # one that was traced may be negative
     return jnp.clip(g, -most, most), jnp.zeros_like(most)
 
@@ -39,7 +39,7 @@ def _limit_norm(value: Array, limit: ArrayLike) -> Array:
     return value
 
 
-def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
+def _scale_to(limit: ArrayLike, g: Array) -> tuple[Array, Array]:
     """Divides by the largest element before anything is squared: gradients that explode are what this is for.
 
     Half precision is computed in float32. The root is never that of 0, where it has no derivative.
@@ -87,7 +87,7 @@ class ClipGradient(AbstractCarry[Any, Any]):
         """The values; their cotangent is limited."""
         return jax.tree.map(self._clip, read_tree(self.tree))
 
-    def _clip(self, value: Any) -> Any:
+    def _clip(self, value: Array) -> Array:
         if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
             return value
         if self.limit is not None:
@@ -221,7 +221,7 @@ class Cast(AbstractCarry[Any, Any]):
     def write(self, returned: PyTree, valid: Array | None) -> Cast:
         """What was returned, in the dtypes of before."""
 
-        def cast_back(old: Any, new: Any) -> Any:
+        def cast_back(old: Array, new: ArrayLike) -> ArrayLike:
             return new if old is new else fitted(jnp.asarray(new), old)
 
         return Cast(jax.tree.map(cast_back, self.tree, write_tree(self.tree, returned, valid)))

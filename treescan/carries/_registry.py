@@ -33,7 +33,7 @@ class Adoption(NamedTuple):
 
     kind: type
     to_carry: Callable[[Any], AbstractCarry[Any, Any]]
-    from_carry: Callable[[Any], Any]
+    from_carry: Callable[[Any], PyTree]
 
 
 @dataclass
@@ -117,7 +117,7 @@ def register_carry(
         _forget()
 
 
-def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
+def _check_registration(kind: object, to_carry: object, from_carry: object) -> None:
     if not isinstance(kind, type):
         raise TypeMisuse(
             f"{{verb}} needs a class as its first argument, but got {describe_node(kind)}.",
@@ -141,7 +141,7 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
         )
 
 
-def _same_place(first: Any, second: Any) -> bool:
+def _same_place(first: object, second: object) -> bool:
     places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (first, second)]
     return first is second or (places[0] == places[1] and None not in places[0] and "<" not in str(places[0][1]))
 
@@ -153,7 +153,7 @@ def _forget() -> None:
     _plain.update(_PLAIN)
 
 
-def kind_of(node: Any) -> Adoption | bool:
+def kind_of(node: object) -> Adoption | bool:
     """How a node of an `init` is adopted; True for a carry, False for anything else."""
     kind = type(node)
     if kind in _plain:
@@ -226,16 +226,16 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
     return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
 
 
-def _makes_carries(node: Any) -> bool:
+def _makes_carries(node: object) -> bool:
     """Whether a leaf is a function, or a class, of this package that makes a carry: `keys` in place of `keys(key)`."""
     module = getattr(node, "__module__", None) or ""
     return callable(node) and module.startswith(f"{__package__}.") and not is_carry(node)
 
 
-def _classes(nodes: list[Any]) -> tuple[type, ...]:
+def _classes(nodes: list[PyTree]) -> tuple[type, ...]:
     found: list[type] = []
 
-    def note(node: Any) -> bool:
+    def note(node: object) -> bool:
         if is_carry(node):
             kind = type(node)
             found.append(kind)
@@ -251,15 +251,15 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
     return tuple(found)
 
 
-def _is_special(node: Any) -> bool:
+def _is_special(node: object) -> bool:
     return type(node) not in _plain and kind_of(node) is not False
 
 
-def _convert(how: Adoption | None, name: str, node: Any, root: str, tree: PyTree, index: int) -> Any:
+def _convert(how: Adoption | None, name: str, node: PyTree, root: str, tree: PyTree, index: int) -> PyTree:
     """What `to_carry` or `from_carry` makes of the node that is at an index of a tree; None: it is not adopted."""
     if how is None:
         return node
-    function: Callable[[Any], Any] = getattr(how, name)
+    function: Callable[[PyTree], PyTree] = getattr(how, name)
     to, called, is_leaf = how.kind, f"`{how.kind.__name__}`", is_carry
     if name == "to_carry":
         to, called, is_leaf = AbstractCarry, "custom carry", _is_special
