@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
 from .._trace.hoist import flatten_only, hoist, restoring, whole_state
 from .._trace.trace import Inputs, Trace
-from .._transforms.axes import OverAxes, spread_prefix
+from .._transforms.axes import WHOLE, OverAxes, spread_prefix
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, leaves_with_path, map_leaves, merge, split
 
@@ -36,7 +35,7 @@ class Parted(NamedTuple):
 
     loop: Loop
     once: PyTree
-    reads: tuple[tuple[bool, ...], tuple[bool, ...]]
+    reads: tuple[PyTree, Feed]
 
 
 def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
@@ -97,9 +96,7 @@ def _compute_inlined(program: StepProgram, trace: Trace, flags: tuple[bool, ...]
     return once._replace(equations=frozenset(), variables=[], early=[])
 
 
-def _reads(
-    rest: Any, program: StepProgram, given: Inputs, once: Once, places: Sequence[int]
-) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+def _reads(rest: Any, program: StepProgram, given: Inputs, once: Once, places: Sequence[int]) -> tuple[PyTree, Feed]:
     """Which of the consts, and of what a step is fed, what is left reads.
 
     What was computed before is followed back to these, but for the outputs that are wanted: what is left may read them.
@@ -113,8 +110,7 @@ def _reads(
         if not behind.isdisjoint(equation.outvars):
             behind.update(variables_of(equation.invars))
     read |= left | behind
-    of_consts, of_feed = (tuple(var in read for var in jax.tree.leaves(part)) for part in (given.consts, given.feed))
-    return of_consts, of_feed
+    return jax.tree.map(lambda var: var in read, (given.consts, given.feed))
 
 
 def _pruned(y: PyTree, flags: Sequence[bool]) -> PyTree:
@@ -199,9 +195,10 @@ class ComputeOnce(Transform):
         again = None if self.again is None else self.again(parted.once, self._reads_watched(loop, parted))
         rest = parted.loop
         if again is not None:
-            shared = loop.consts._replace(args=(*loop.consts.args[:-1], again))
-            rest = self._over_axes(loop.having(consts=shared))
-            rest = dataclasses.replace(rest, step=DroppingOnce(rest.step, self.wanted))
+            shared = loop.consts.inner
+            consts = loop.consts._replace(inner=shared._replace(args=(*shared.args[:-1], again)))
+            rest = self._over_axes(loop.having(consts=consts))
+            rest = rest.having(step=DroppingOnce(rest.step, self.wanted))
         return rest.finished(notes=lambda result: {"once": parted.once})
 
     def part(self, loop: Loop) -> Parted:
@@ -218,6 +215,7 @@ class ComputeOnce(Transform):
         watched = self.watched.spread(loop.xs.x, "xs")
         axes = (self.over_axes and self.over_axes.each[0]) or (0,) * len(watched)
         whole, sliced = split([axis is None for axis in axes], watched)
-        consts, fed = parted.reads  # whole leaves lead the consts: see `scan_over_axes`
-        pairs = [*zip(whole, consts, strict=False), *zip(sliced, fed, strict=False)]
+        consts, feed = parted.reads
+        of_whole = [] if consts is None else WHOLE.of(consts) or []
+        pairs = [*zip(whole, of_whole, strict=True), *zip(sliced, jax.tree.leaves(feed.x), strict=True)]
         return any(watch and read for watch, read in pairs)
