@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +16,8 @@ from .._loop.loop import Arrays, Plan, Step
 from .._loop.run import run
 from .._rows.axes import RowAxes
 from .._rows.compact import put_rows, take_feed, take_rows
-from .._rows.leaves import SCHEDULE
+from .._rows.leaves import ORDER, SCHEDULE
+from .._rows.run_or_leave import run_or_leave, scheduled
 from .in_bulk import with_early_products, without_early_products
 
 Result = tuple[PyTree, list[Array]]
@@ -99,45 +99,32 @@ class _Chunk:
     places: Places
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
-        schedule, feed = SCHEDULE.take(feed)
+        way, feed = scheduled(feed)
+        ways = [*(functools.partial(self._first_rows, tier) for tier in self.tiers[:-1]), self._all_rows]
+        return run_or_leave(way, ways, _as_it_is, consts, state, feed, in_turn=True)
+
+    def _all_rows(self, consts: PyTree, carried: Carried, feed: Feed) -> tuple[Carried, None]:
         inner, xs = consts
+        fed = self.places.of_chunk(xs, feed.x) if self.products else xs
+        step, inner = self._begin(Arrays(inner, carried.state, fed))
+        consts = inner, xs if feed.valid is None else xs._replace(valid=None), feed.x
+        given = Arrays(consts, carried, Feed(self.places.steps(), valid=feed.valid))
+        return run(self.steps.having(step=_Write(step, self.places.folded)), given)[0], None
 
-        def all_rows(carried: Carried) -> Carried:
-            fed = self.places.of_chunk(xs, feed.x) if self.products else xs
-            step, consts = self._begin(Arrays(inner, carried.state, fed))
-            consts = consts, xs if feed.valid is None else xs._replace(valid=None), feed.x
-            given = Arrays(consts, carried, Feed(self.places.steps(), valid=feed.valid))
-            return run(self.steps.having(step=_Write(step, self.places.folded)), given)[0]
-
-        def first_rows(rows: int, carried: Carried) -> Carried:
-            assert schedule.order is not None
-            assert self.axes is not None
-            live, axes = schedule.order[:rows], self.axes
-            fed = take_feed(self.places.of_chunk(xs, feed.x), axes.x, live)
-            state = take_rows(carried.state, axes.state, live)
-            step, consts = self._begin(Arrays(take_rows(inner, inner.spread(axes.consts), live), state, fed))
-            new, ys = run(self.steps.having(step=step), Arrays(consts, state, Feed((self.places.steps(), fed))))
-            outputs = [
-                jax.lax.dynamic_update_slice_in_dim(out, y, feed.x, 0)
-                if axis is None
-                else put_rows_of_steps(out, y, axis, live, feed.x)
-                for out, y, axis in zip(carried.outputs, ys, axes.y, strict=True)
-            ]
-            return Carried(put_rows(carried.state, new, axes.state, live), outputs)
-
-        run_tiers: list[Callable[[Carried], Carried]] = [
-            *(functools.partial(first_rows, tier) for tier in self.tiers[:-1]),
-            all_rows,
+    def _first_rows(self, rows: int, consts: PyTree, carried: Carried, feed: Feed) -> tuple[Carried, None]:
+        assert self.axes is not None
+        (inner, xs), live, axes = consts, ORDER.read(feed)[:rows], self.axes
+        fed = take_feed(self.places.of_chunk(xs, feed.x), axes.x, live)
+        state = take_rows(carried.state, axes.state, live)
+        step, inner = self._begin(Arrays(take_rows(inner, inner.spread(axes.consts), live), state, fed))
+        new, ys = run(self.steps.having(step=step), Arrays(inner, state, Feed((self.places.steps(), fed))))
+        outputs = [
+            jax.lax.dynamic_update_slice_in_dim(out, y, feed.x, 0)
+            if axis is None
+            else put_rows_of_steps(out, y, axis, live, feed.x)
+            for out, y, axis in zip(carried.outputs, ys, axes.y, strict=True)
         ]
-
-        def run_some(carried: Carried) -> Carried:
-            if len(run_tiers) == 1:
-                return all_rows(carried)
-            for branch, run_tier in enumerate(run_tiers, 1):
-                carried = jax.lax.cond(schedule.branch == branch, run_tier, _as_it_is, carried)
-            return carried
-
-        return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), run_some, _as_it_is, state), None
+        return Carried(put_rows(carried.state, new, axes.state, live), outputs), None
 
     def _begin(self, given: Arrays) -> tuple[Step, PyTree]:
         return (with_early_products if self.products else without_early_products)(self.steps, given)
@@ -163,5 +150,6 @@ class _Write:
         return Carried(new, [put_entry(out, y, at) for out, y in outputs]), None
 
 
-def _as_it_is(carried: Carried) -> Carried:
-    return carried
+def _as_it_is(consts: PyTree, carried: Carried, feed: Feed) -> tuple[Carried, None]:
+    del consts, feed
+    return carried, None

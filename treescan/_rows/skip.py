@@ -27,7 +27,8 @@ from .._transforms.refuse import refuse_symbolic, refuse_with_refs
 from .._transforms.transform import Stage, Transform
 from .axes import RowAxes, flags_given
 from .fill import Idle
-from .leaves import ORDER, SCHEDULE, make_schedule, may_branch, schedule_of_lengths
+from .leaves import SCHEDULE, make_schedule, may_branch, schedule_of_lengths
+from .run_or_leave import OnAllRows, on_live_rows, run_or_leave, scheduled
 
 FEW = 8
 """The chunks of a loop on a GPU.
@@ -87,34 +88,23 @@ class RunLive:
     reads_again: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        schedule, feed = SCHEDULE.take(feed)
-        feed = ORDER.put(feed, schedule.order)
-        step: Step = self.branch
+        way, feed = scheduled(feed)
+        step: Step = self._branch
         if self.remat is not ChunkRemat.NONE:
             step = Checkpointed(step, self.looped, _policy_of(self.remat, self.step))
-        return step((schedule.branch, consts), state, feed)
+        return step((way, consts), state, feed)
 
-    def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        """One of the branches, by the number that leads the consts."""
-        index, consts = consts
-        taken: list[Callable[..., Any]] = [self._everything]
-        if len(self.tiers) > 1:
-            from .compact import LiveRows
-
-            taken = [*(LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]), *taken]
-        if self.remat.recomputes and _may_nest(
-            (consts, state, feed)
-        ):  # otherwise the other branches would write zeros for all values that this one saves
-            taken = [checkpoint(branch, prevent_cse=False) for branch in taken]
-        branches = [self._nothing, *taken]
-        branches = list(map(_reading, branches)) if self.reads_again else branches
-        return jax.lax.switch(index, branches, consts, state, feed)
-
-    def _everything(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        return self.step(consts, state, ORDER.put(feed, None))
+    def _branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        way, consts = consts
+        branches: list[Step] = [self._nothing, *on_live_rows(self.step, self.tiers, self.axes, self.idle)]
+        if self.remat.recomputes and _may_nest((consts, state, feed)):
+            # Otherwise the other branches would write zeros for all values that one of these saves.
+            branches[1:] = [checkpoint(branch, prevent_cse=False) for branch in branches[1:]]
+        leave, *ways = map(_reading, branches) if self.reads_again else branches
+        return run_or_leave(way, ways, leave, consts, state, feed)
 
     def _nothing(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        final, types = jax.eval_shape(self._everything, consts, state, feed)
+        final, types = jax.eval_shape(OnAllRows(self.step), consts, state, feed)
         # The branches must have the same types: an untraced, weakly typed init is promoted here as in the loop.
         state = jax.tree.map(lambda given, returned: promoted(given, returned)[0], state, final)
         return state, self.idle(state, types)
@@ -285,7 +275,7 @@ class _Around:
         return RunLive(step, tiers, self.axes, self.idle, remat, looped, reads_again)
 
 
-def _reading(branch: Callable[..., Any]) -> Callable[..., Any]:
+def _reading(branch: Step) -> Step:
     return lambda consts, state, feed: branch(consts, reading(state, consts), feed)
 
 

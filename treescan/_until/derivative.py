@@ -29,7 +29,6 @@ from .early_exit import (
     Progress,
     StepOutputs,
     TakeChunk,
-    TakeLiveRows,
     TakeStep,
     Tell,
     in_progress,
@@ -119,11 +118,8 @@ class EarlyExit:
         given = given._replace(consts=SOME_VALID.raised(given.consts, self.branches), state=self._first(before, holds))
 
         def around_chunk(step: Step, size: int) -> Step:
-            if ordered and size == sizes[0]:
-                return TakeLiveRows(
-                    step, size, outputs, self.branches, save, self.rows.tiers, in_progress(self.rows.axes)
-                )
-            return TakeChunk(step, size, outputs, self.branches, save)
+            tiers = self.rows.tiers if size == sizes[0] else self.rows.tiers[-1:]
+            return TakeChunk(step, size, outputs, save, tiers, in_progress(self.rows.axes))
 
         def around(size: int) -> Around | None:
             own = (lambda step, looped: around_chunk(step, size)) if size in sizes else None

@@ -24,10 +24,10 @@ from .._loop.sizes import Around, Wish, chunk_size, plan_sizes
 from .._outputs.outputs import Thinned
 from .._remat.checkpoint import remat_sizes
 from .._rows.axes import RowAxes
-from .._rows.compact import LiveRows
 from .._rows.fill import Idle, fill_leaves
 from .._rows.leaves import ORDER, any_of_all, at_step, make_schedule, select, unless_alone
 from .._rows.mask import SOME_VALID
+from .._rows.run_or_leave import on_live_rows, run_or_leave
 from .._tree import Prefix, merge
 from .._types import Remat
 from .condition import Condition
@@ -102,9 +102,10 @@ class StepOutputs:
         """The types, and zeros where no step is taken."""
         return dataclasses.replace(self, fill=Prefix.of(0))
 
-    def on_live_rows(self, step: Step, tiers: Sequence[int], axes: RowAxes) -> list[LiveRows]:
-        """What runs a chunk on some rows alone, for each number of rows but the last, which is that of all."""
-        return [LiveRows(step, tier, axes, Idle(self.fill)) for tier in tiers[:-1]]
+    @property
+    def idle(self) -> Idle:
+        """The outputs of rows on which nothing is run."""
+        return Idle(self.fill)
 
     def levels(self, length: int, sizes: Sequence[int], around: Callable[[int], Any]) -> tuple[Level, ...]:
         """Levels of the given sizes, ascending, less those that the loop does not fill, and what they keep of y."""
@@ -179,9 +180,8 @@ class TakeStep:
     y_axes: LeafAxes
 
     def __call__(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        if not SOME_VALID.on(consts):
-            return self._take(consts, progress, feed)
-        return jax.lax.cond(any_of_all(going_on(progress, consts)), self._take, self._leave, consts, progress, feed)
+        way = any_of_all(going_on(progress, consts)) if SOME_VALID.on(consts) else None
+        return run_or_leave(way, (self._take,), self._leave, consts, progress, feed)
 
     def _take(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         xs = ENDS.read(consts).xs
@@ -205,58 +205,44 @@ def _first(leaf: Array, rows: tuple[int, ...], axis: int | None) -> Array:
 
 @dataclass(frozen=True)
 class TakeChunk:
-    """The step that runs a chunk while the loop goes on.
+    """The step that runs a chunk while the loop goes on, on the rows that do if there are tiers of them.
 
     Attributes:
         step: runs a chunk.
         size: its steps.
         outputs: y where no step is taken.
-        branches: whether a branch may depend on data.
         saves: whether it returns the state of before, too, [1, ...].
+        tiers: the numbers of rows to choose from; one for all of them.
+        axes: where the rows are, in `Progress` too.
     """
 
     step: Step
     size: int
     outputs: StepOutputs
-    branches: bool
     saves: bool
+    tiers: tuple[int, ...]
+    axes: RowAxes
 
     def __call__(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         before = [leaf[None] for leaf in jax.tree.leaves(progress.state)] if self.saves else []
-        progress, ys = self._run(consts, progress, feed)
+        ways = on_live_rows(self.step, self.tiers, self.axes, self.outputs.idle)
+        way, feed = self._way(consts, progress, feed)
+        progress, ys = run_or_leave(way, ways, self._leave, consts, progress, feed)
         return progress, ((ys, before) if self.saves else ys)
 
-    def _run(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        if not self.branches:
-            return self.step(consts, progress, feed)
-        return jax.lax.cond(any_of_all(going_on(progress, consts)), self.step, self._leave, consts, progress, feed)
+    def _way(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Array | None, Feed]:
+        if not SOME_VALID.on(consts):
+            return None, feed
+        going = going_on(progress, consts)
+        if len(self.tiers) == 1:
+            return any_of_all(going), feed
+        schedule = make_schedule(going[None], 1, self.tiers)
+        assert schedule.order is not None
+        return schedule.branch[0], ORDER.put(feed, schedule.order[0])
 
     def _leave(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         del consts, feed
         return progress, self.outputs.filled_chunk(self.size)
-
-
-@dataclass(frozen=True)
-class TakeLiveRows(TakeChunk):
-    """The step that runs a chunk on the rows that go on.
-
-    Attributes:
-        tiers: the numbers of rows to choose from.
-        axes: where the rows are, in `Progress` too.
-    """
-
-    tiers: tuple[int, ...]
-    axes: RowAxes
-
-    def _run(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        schedule = make_schedule(going_on(progress, consts)[None], 1, self.tiers)
-        assert schedule.order is not None
-        some = self.outputs.on_live_rows(self.step, self.tiers, self.axes)
-        ways: list[Callable[..., Any]] = [self._leave, *some, self._everything]
-        return jax.lax.switch(schedule.branch[0], ways, consts, progress, ORDER.put(feed, schedule.order[0]))
-
-    def _everything(self, consts: Consts, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        return self.step(consts, progress, ORDER.put(feed, None))
 
 
 def in_progress(axes: RowAxes) -> RowAxes:

@@ -36,6 +36,7 @@ from .._remat.checkpoint import (
 from .._rows.axes import Rows
 from .._rows.leaves import ORDER, make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from .._rows.mask import ALL_VALID
+from .._rows.run_or_leave import on_live_rows, run_or_leave
 from .._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from .._trace.rewriting import is_rewriting
 from .._trace.rules import with_rule
@@ -149,7 +150,7 @@ class TangentOfChunk:
             return _reading(lambda *bits: part(*keys_of(bits, keys)))
 
         taken = [_recomputed(typed(functools.partial(self._tangent, runner))) for runner in self.runners]
-        return taken[0](*bits) if branch is None else jax.lax.switch(branch, [typed(self.nothing), *taken], *bits)
+        return run_or_leave(branch, taken, typed(self.nothing), *bits)
 
     def nothing(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
         """The result for a chunk that is not run."""
@@ -259,7 +260,7 @@ class _SkipChunks:
 
     def _branch(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
         run, leave = _reading(self.step), _reading(self._leave)
-        return jax.lax.cond(jnp.any(feed.x.branch > 0), run, leave, reads, d_state, feed)
+        return run_or_leave(jnp.any(feed.x.branch > 0), (run,), leave, reads, d_state, feed)
 
     def _leave(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
         _, d_ys = self.one.nothing(reads, d_state, feed.x)
@@ -294,7 +295,7 @@ class StepByStep:
         return checkpoint(self._branch, prevent_cse=False, policy=SaveDecisions())(live, consts, state, feed)
 
     def _branch(self, live: Array, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
-        return jax.lax.cond(live, self._varied, self._leave, consts, state, feed)
+        return run_or_leave(live, (self._varied,), self._leave, consts, state, feed)
 
     def _varied(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         state, y = self.step(consts, state, feed)
@@ -355,8 +356,9 @@ def ways_of(
     least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
     ends = jnp.max(group(order, size), axis=1) >= least
     by_step = loop.having(step=StepByStep(loop.step, outputs.zero()))
-    some = [_Fed(step, 0, ORDER) for step in outputs.zero().on_live_rows(every, tiers, rows.axes)]
-    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1, _LIVE), _Fed(every, says=says))
+    ways = on_live_rows(every, tiers, rows.axes, outputs.zero().idle)
+    *some, whole = (_Fed(step, 0, ORDER, says) for step in ways)
+    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1, _LIVE), whole)
     branch = jnp.where((schedule.branch == len(tiers)) & ~ends, len(runners), schedule.branch)
     return Ways(runners, branch, group(valid, size), (schedule.order, group(order < most, size)))
 
