@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import eval_jaxpr
 
 from .._avals import Array, PyTree, is_sharded, varying_axes
@@ -34,6 +33,7 @@ from .._loop.loop import Arrays, Plan, Step
 from .._remat.remat import saves_steps
 from .._rows.leaves import SCHEDULE, Schedule
 from .._rows.mask import without_good
+from .._rows.run_or_leave import run_or_leave, scheduled
 from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from .._trace.rewriting import Unproven
@@ -256,8 +256,8 @@ class _Unless:
             del consts
             return state, feed.x[1]
 
-        schedule, rest = SCHEDULE.take(feed)
-        return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), self.step, leave, consts, state, rest)
+        way, feed = scheduled(feed)
+        return run_or_leave(way, (self.step,), leave, consts, state, feed)
 
 
 def stack_chunks(plan: Plan, given: Arrays, size: int, outputs: Leaves) -> Result:
