@@ -45,7 +45,10 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
     ("traces of steps, calls of bodies", ("_trace/, _body/",)),
-    ("the core", ("_transforms/ _outputs/", "_remat/ _rows/ _until/", "_stacks/ _batches/", "_arguments _verbs/")),
+    (
+        "the core",
+        ("_transforms/ _outputs/", "_remat/ _program/", "_rows/ _until/", "_arguments _stacks/", "_batches/ _verbs/"),
+    ),
     (
         "extras, public names",
         ("_extras/ integrations/ testing", "__init__ __main__ errors lifting", "meters state_dict types"),
@@ -74,7 +77,8 @@ def house() -> Picture:
         "The layers of the package",
         "From the top down: "
         + "; ".join(f"{name} ({', '.join(lines)})" for name, lines in reversed(FLOORS))
-        + ". A module imports from its own layer and from those below it. Beside the core: "
+        + ". A module imports from its own layer and from those below it, and in a layer from the names before it. "
+        + "Beside the core: "
         + "; ".join(f"{name} ({', '.join(lines)})" for name, lines in BESIDE)
         + ". Functions of the core import these when a call needs them.",
     )

@@ -5,7 +5,6 @@ import functools
 import graphlib
 import importlib
 import inspect
-import itertools
 import re
 import sys
 import tomllib
@@ -15,7 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import BASE, CALLS, CORE as CORE_FOLDERS, EXTRAS, GROUPS, HEADS, PACKAGE, imports, modules, own_imports
+from modules import (
+    BASE,
+    CALLS,
+    CORE as CORE_FOLDERS,
+    EXTRAS,
+    HEADS,
+    LINE,
+    PACKAGE,
+    imports,
+    modules,
+    own_imports,
+    place_of,
+)
 
 import treescan
 from scripts import printed, script
@@ -67,22 +78,47 @@ def folder_of(module: str) -> str:
     return module.split(".")[0]
 
 
-def group_of(module: str) -> int:
-    return next(i for i, group in enumerate(GROUPS) if folder_of(module) in group)
+def test_each_module_has_a_place() -> None:
+    assert sorted((*LINE, *EXTRAS)) == sorted({folder_of(module) for module in modules()}), "say where it belongs"
 
 
-def test_the_groups_are_all_modules() -> None:
-    assert sorted(itertools.chain(*GROUPS)) == sorted({folder_of(module) for module in modules()}), (
-        "say where it belongs"
-    )
+FROM_ABOVE = {
+    "_faster": (
+        "_faster.in_bulk _faster.in_place",
+        "They rewrite steps of the core, and are loaded when it first asks.",
+    ),
+    "_loop.loop": (
+        "_body.call _rows.axes _trace.trace _transforms.call",
+        "The types of a loop's fields. What it holds is made of loops further up, and all that does so imports it.",
+    ),
+    "_transforms.call": (
+        "_rows.axes _until.end_early",
+        "The types of what a verb was given for rows and for a range, which is checked and read there alone.",
+    ),
+    "_types": ("_options.progress.meters options", "The types of arguments: a `Progress`, and options of strangers."),
+}
+"""What modules import from above their place, for type checkers alone, and why."""
 
 
 def test_imports_run_one_way() -> None:
-    graph = {module: set(own_imports(module)) for module in modules()}
-    up = {m: found for m, others in graph.items() if (found := {o for o in others if group_of(o) > group_of(m)})}
-    assert not up
-    inner = {m: {o for o in others if "." in o or group_of(o) < group_of(m)} for m, others in graph.items()}
-    list(graphlib.TopologicalSorter(inner).static_order())  # raises a CycleError that names the circle
+    """Imports in functions and those for type checkers count as well as those at the heads of files."""
+    up = {m: {o for o in own_imports(m, types=True) if place_of(o) > place_of(m)} for m in modules()}
+    assert {m: found for m, found in up.items() if found} == {m: {*n.split()} for m, (n, _) in FROM_ABOVE.items()}
+    assert not {m for m in modules() if m in FROM_ABOVE and not up[m].isdisjoint(own_imports(m))}, "for types alone"
+
+
+def test_no_two_modules_import_each_other() -> None:
+    graph = {m: {o for o in own_imports(m) if "." in o or place_of(o) < place_of(m)} for m in modules()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises a CycleError that names the circle
+
+
+@pytest.mark.parametrize(
+    "code", ["if TYPE_CHECKING:\n    {}", "def f():\n    {}", "{}"], ids=["types", "function", "head"]
+)
+def test_an_import_from_above_is_seen(code: str) -> None:
+    assert place_of("_stacks.stack") < place_of("_verbs.scan")
+    for line in ("from .._verbs.scan import scan", "from .._verbs import scan", "import treescan._verbs.scan"):
+        assert list(own_imports("_stacks.stack", ast.parse(code.format(line)), types=True)) == ["_verbs.scan"]
 
 
 def users_of(*folders: str) -> dict[str, set[str]]:
@@ -115,7 +151,7 @@ def test_nothing_imports_an_extra() -> None:
 
 FOLDERS_OF_EXTRAS = {
     "chunk_map": {"_transforms", "_remat", "_options"},
-    "describe": {"_transforms", "_remat", "_rows", "_until", "_outputs", "_faster", "_options"},
+    "describe": {"_transforms", "_remat", "_program", "_rows", "_until", "_outputs", "_faster", "_options"},
     "linear": {"_transforms", "_rows", "_batches", "_options"},
     "lift": {"_transforms", "_outputs", "_options"},
     "state_dict": {"_stacks"},
@@ -363,9 +399,9 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     )
     assert sorted(imports(tree)) == [(0, "a.b", []), (0, "jax.lax", ["scan"]), (2, "c", ["d"])]
     assert {"jax.lax.scan", "jax.lax.map", "a.b"} <= set(references(tree))
-    program = set(own_imports("_transforms.program"))
-    assert {"_loop.loop", "_loop.run", "_transforms.call", "_transforms.nest"} <= program
-    assert "_transforms.program" in set(own_imports("_verbs.prepare"))
+    program = set(own_imports("_program.program"))
+    assert {"_loop.loop", "_loop.run", "_transforms.call", "_program.nest"} <= program
+    assert "_program.program" in set(own_imports("_verbs.prepare"))
 
 
 def test_stages_have_transforms_and_reasons() -> None:

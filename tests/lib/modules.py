@@ -7,18 +7,22 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
-# A module imports from its own group and from those before it, and no two modules import each other.
+# Each folder, and each file beside them, imports from those before it in `LINE`; no two modules import each other.
 BASE = (
     *("_lazy", "_text", "_avals", "_cpu", "_tree", "_flax", "_errors", "_types", "carries"),
     *("_loop", "_trace", "_body"),
 )
-CORE = ("_transforms", "_outputs", "_remat", "_rows", "_until", "_arguments", "_stacks", "_batches", "_verbs")
-ASKED = ("_faster", "_options", "options")
+CORE = (
+    *("_transforms", "_outputs", "_remat", "_program", "_rows", "_until", "_arguments", "_stacks", "_batches"),
+    "_verbs",
+)
+ASKED = ("_faster", "options", "_options")
 """What the core asks for when a call needs it: `_faster` by the names at its head, which loads its files then."""
+LINE = (*BASE, *CORE[:-1], *ASKED, CORE[-1])
+"""From the ground up. The verbs are above options, which they load in functions."""
 HEADS = ("__init__", "errors", "lifting", "meters", "state_dict", "types")
 """What lists public names, for type checkers and for who reads one first."""
 EXTRAS = ("_extras", "testing", *HEADS, "__main__", "integrations")
-GROUPS = [*((name,) for name in BASE), (*CORE, *ASKED), EXTRAS]
 
 
 # What loads all that three verbs need.
@@ -48,11 +52,22 @@ def modules() -> dict[str, ast.Module]:
     return {module_of(file): ast.parse(file.read_text(), str(file)) for file in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
-    """(level, module, names) of every import, wherever it is, but for those that only type checkers read."""
-    types = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
+def place_of(module: str) -> int:
+    """The place of a module in `LINE`; what is built on top of it comes last.
+
+    The head of `_faster` is a table of names, which imports nothing, so it comes first.
+    """
+    folder = module.split(".")[0]
+    if module == "_faster":
+        return 0
+    return len(LINE) if folder in EXTRAS else LINE.index(folder)
+
+
+def imports(tree: ast.AST, *, types: bool = False) -> Iterator[tuple[int, str, list[str]]]:
+    """(level, module, names) of every import, wherever it is; with `types`, of those for type checkers alone too."""
+    unread = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
     for node in ast.walk(tree):
-        if node in types:
+        if node in unread and not types:
             continue
         if isinstance(node, ast.Import):
             yield from ((0, alias.name, []) for alias in node.names)
@@ -64,11 +79,11 @@ def _is_for_types(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
-def own_imports(module: str, tree: ast.AST | None = None) -> Iterator[str]:
+def own_imports(module: str, tree: ast.AST | None = None, *, types: bool = False) -> Iterator[str]:
     """The package's own modules that one of them imports, or a part of it."""
     is_package = module == "__init__" or (PACKAGE / module.replace(".", "/")).is_dir()
     path = [] if module == "__init__" else module.split(".")
-    for level, target, names in imports(tree or modules()[module]):
+    for level, target, names in imports(tree or modules()[module], types=types):
         if level:
             base = path[: len(path) - level + is_package] if path else []
             yield from _resolve([*base, *target.split(".")] if target else base, names)

@@ -53,7 +53,7 @@ _NAMES_OF_VALUES = "name"  # the primitive that a policy of JAX refers to
 def tables() -> dict[str, frozenset[str]]:
     """The names in each table of primitives, and those that a module compares an equation's name with."""
     found = {}
-    names = ("_trace", "_transforms", "_outputs", "_remat", "_rows", "_until", "_faster", "_options")
+    names = ("_trace", "_transforms", "_outputs", "_remat", "_program", "_rows", "_until", "_faster", "_options")
     folders = [importlib.import_module(f"treescan.{name}") for name in names]
     for info in (info for f in folders for info in pkgutil.walk_packages(f.__path__, f"{f.__name__}.")):
         module = importlib.import_module(info.name)

@@ -13,7 +13,7 @@ from plots import Axes
 import treescan
 from treescan import Remat, measure_remat
 from treescan._extras.describe import measured as module
-from treescan._transforms.program import take
+from treescan._program.program import take
 
 T, B, F = 12, 3, 4
 H, XS = jnp.zeros((B, F)), jnp.linspace(0.0, 1.0, T * B * F).reshape(T, B, F)

@@ -22,6 +22,7 @@ import jax
 from .._avals import Array, stacked_type, vary_over, varying_axes
 from .._loop.loop import Arrays, Loop
 from .._outputs.outputs import emitting, is_thinned, run_keeping
+from .._program.plan import plan
 from .._remat.checkpoint import is_remat3
 from .._rows.axes import Rows
 from .._rows.mask import without_good
@@ -29,7 +30,6 @@ from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
 from .._trace.trace import Trace
 from .._trace.transposed import push_plainly
-from .._transforms.plan import plan
 from .products import has_large_products
 from .saved import push_forward
 from .writing import Result, write_chunks

@@ -1,1 +1,1 @@
-"""What a transform of a loop is, and the program of a call: its loop through all transforms."""
+"""What a transform of a loop is, what it is given, and what several of them share."""

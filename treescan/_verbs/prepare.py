@@ -28,6 +28,7 @@ from .._body.traced import note_numbers
 from .._errors import CarryError, Cure, Fault, Misuse, TreescanError
 from .._loop.loop import Body, Result
 from .._outputs.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
+from .._program.program import Program, execute
 from .._rows.axes import RowFlags
 from .._rows.checks import check_rows
 from .._rows.fill import KeepRows
@@ -36,7 +37,6 @@ from .._rows.over_rows import OverRows
 from .._rows.skip import Skip
 from .._transforms.axes import OverAxes, by_part, static_axes
 from .._transforms.call import Arguments, Call
-from .._transforms.program import Program, execute
 from .._transforms.transform import Transform, in_order
 from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Axes, AxesOfRows, ProgressLike, RematLike, Returned, Save

@@ -14,9 +14,9 @@ from jax.core import Tracer
 from ..._avals import PyTree, describe_argument
 from ..._errors import Fault, Misuse, TreescanError, TypeMisuse, verb as keeps_its_frame
 from ..._options.progress.meters import NOBODY, RUNS, Progress, Report, Site
+from ..._program.program import Taken
 from ..._remat.budget import describe_bytes
 from ..._text import Section, page, wrap
-from ..._transforms.program import Taken
 from ..._types import Remat, RematLike
 from .description import axes_of, section_text, spelled
 from .plans import OTHERS, Refused, gradient_of, reason_of

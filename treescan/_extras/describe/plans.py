@@ -23,6 +23,9 @@ from ..._loop.feed import Consts, one_step
 from ..._loop.loop import Arrays, Body, Loop
 from ..._options.progress.show import ShowProgress
 from ..._outputs.outputs import KeepOutputs
+from ..._program.nest import in_rounds, ready
+from ..._program.plan import plan
+from ..._program.program import Program, Taken
 from ..._remat import budget
 from ..._remat.checkpoint import Checkpointed
 from ..._remat.remat import Recompute, saves_steps
@@ -35,9 +38,6 @@ from ..._trace.hoist import lifted, traced
 from ..._trace.smooth import is_smooth
 from ..._transforms.axes import Count, OverAxes
 from ..._transforms.call import Arguments, Call
-from ..._transforms.nest import in_rounds, ready
-from ..._transforms.plan import plan
-from ..._transforms.program import Program, Taken
 from ..._tree import leaves_with_path, merge, split
 from ..._types import Remat, RematLike
 from ..._until.early_exit import plan_chunks

@@ -27,12 +27,12 @@ from ..._errors import (
 )
 from ..._options.progress.meters import Progress
 from ..._options.progress.show import check_progress
+from ..._program.program import Taken, take
 from ..._remat.budget import RematPlan, plan_of
 from ..._remat.remat import AUTO, check_remat, check_remat_or_auto, fastest
 from ..._trace.hoist import hoist
 from ..._trace.smooth import is_smooth
 from ..._transforms.call import Arguments
-from ..._transforms.program import Taken, take
 from ..._types import ProgressLike, Remat, RematLike
 from ..._verbs.fori import fori
 from ..._verbs.layers import fold_layers, scan_layers

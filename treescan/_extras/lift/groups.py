@@ -19,7 +19,6 @@ from ..._body.signature import LIFT, Convention
 from ..._body.traced import rename
 from ..._errors import BodyFault, Misuse, Row, TypeMisuse, expect, named_fields
 from ..._options.progress.meters import shown_as
-from ..._outputs.once import ComputeOnce
 from ..._outputs.outputs import KeepOutputs, MoveOutputs, check_save
 from ..._transforms.axes import spread_axes, static_axes
 from ..._transforms.transform import Transform
@@ -28,6 +27,7 @@ from ..._types import Axes, ProgressLike, RematLike, Save
 from ..._verbs.options import checking, recomputing, recording, showing
 from ..._verbs.prepare import Prepared, prepare, refuse_report
 from ..._verbs.progress import silent
+from .once import ComputeOnce
 
 Filter: TypeAlias = bool | str | Iterable[str] | Callable[[str], bool]
 """Of names: all or none of them, one, several, or those for which a function is true."""

@@ -23,11 +23,11 @@ from ..._body.call import names_of
 from ..._body.signature import FORI
 from ..._errors import Fault, NonFiniteError, TracedMisuse, describe_body, named_options, speaking_of
 from ..._loop.loop import Loop, Result, is_jit_disabled
+from ..._program.nest import in_whole_state
 from ..._rows.leaves import any_of_all, on_each_device
 from ..._trace.hoist import flattened, restoring
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._transforms.call import Arguments, Call
-from ..._transforms.nest import in_whole_state
 from ..._transforms.transform import Stage, Transform
 from ..._tree import short_repr
 from .case import (

@@ -19,6 +19,7 @@ from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_
 from ..._loop.chunk import Level, run_chunked
 from ..._loop.feed import Consts, Feed, Slot
 from ..._loop.loop import Loop, Step, in_turn
+from ..._program.nest import KeepUnchanged, run_nested
 from ..._rows.axes import Begins, Rows, rows_of, with_axes
 from ..._rows.leaves import (
     any_of_all,
@@ -38,7 +39,6 @@ from ..._trace.hoist import hoist, lift
 from ..._trace.smooth import is_smooth
 from ..._trace.steps import Lifted
 from ..._transforms.axes import WHOLE
-from ..._transforms.nest import KeepUnchanged, run_nested
 from ..._tree import leaves_with_path, merge, split
 from ..resets import ResetRows, begin, begins_of
 from .case import CONSTANT, About, Bad, Case, Evidence, Worst

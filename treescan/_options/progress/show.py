@@ -18,9 +18,9 @@ from ..._errors import ArgumentError, Misuse, TypeMisuse, expect
 from ..._loop.feed import Feed, Slot
 from ..._loop.loop import Body, Loop, Paced, Step, is_untraced
 from ..._loop.sizes import Around, Wish
+from ..._program.nest import run_levels
 from ..._rows.leaves import any_along, most_of_all, most_of_devices
 from ..._trace.hoist import settled, traced
-from ..._transforms.nest import run_levels
 from ..._transforms.refuse import refuse_symbolic
 from ..._transforms.transform import Stage, Transform
 from ..._tree import Static

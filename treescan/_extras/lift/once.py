@@ -11,17 +11,17 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import PyTree, as_arrays, describe_leaf
-from .._errors import BodyFault, Fault, Row
-from .._loop.feed import Consts, Feed, Slot
-from .._loop.loop import Loop, Step, is_jit_disabled
-from .._trace.dependence import Once, StepProgram
-from .._trace.equations import variables_of
-from .._trace.hoist import flatten_only, hoist, restoring, whole_state
-from .._trace.trace import Inputs, Trace
-from .._transforms.axes import WHOLE, OverAxes, spread_prefix
-from .._transforms.transform import Stage, Transform
-from .._tree import Prefix, leaves_with_path, map_leaves, merge, split
+from ..._avals import PyTree, as_arrays, describe_leaf
+from ..._errors import BodyFault, Fault, Row
+from ..._loop.feed import Consts, Feed, Slot
+from ..._loop.loop import Loop, Step, is_jit_disabled
+from ..._trace.dependence import Once, StepProgram
+from ..._trace.equations import variables_of
+from ..._trace.hoist import flatten_only, hoist, restoring, whole_state
+from ..._trace.trace import Inputs, Trace
+from ..._transforms.axes import WHOLE, OverAxes, spread_prefix
+from ..._transforms.transform import Stage, Transform
+from ..._tree import Prefix, leaves_with_path, map_leaves, merge, split
 
 
 class Parted(NamedTuple):

@@ -14,9 +14,9 @@ from .._avals import PyTree
 from .._loop.loop import Memo, is_jit_disabled, under_a_trace
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.rewriting import is_rewriting
-from .call import Arguments, Call
+from .._transforms.call import Arguments, Call
+from .._transforms.transform import Transform
 from .nest import run_nested
-from .transform import Transform
 
 
 @dataclass(frozen=True)
