@@ -149,13 +149,6 @@ class Keyword(NamedTuple):
     values: Callable[[Any, Any], Any]
 
 
-def of_steps(feed: Feed) -> Feed:
-    """The feed without what is of chunks."""
-    for slot, _ in slots_of(feed):
-        feed = slot.put(feed, None) if slot.of_chunks else feed
-    return feed
-
-
 def slots_of(feed: Feed | Consts) -> Iterator[tuple[Slot[Any], Any]]:
     """The slots of a feed that hold something, with what they hold, in the order of their names."""
     held = {} if feed.extra is None else feed.extra.held

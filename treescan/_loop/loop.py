@@ -212,22 +212,6 @@ def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> 
 _programs = Memo()
 
 
-class Paced(NamedTuple):
-    """The state of a loop over chunks whose reports are paced, outside of everything else that runs a chunk.
-
-    Attributes:
-        state: the state.
-        due: int32[], the steps after which the next report is due; less than 0 before the first.
-        run: int32[], the number of the run. No chunk changes it.
-        total: int32[], the steps of the run. No chunk changes it.
-    """
-
-    state: PyTree
-    due: Array
-    run: Array
-    total: Array
-
-
 class Step(Protocol):
     """One step of a loop: static, hashable and equal by value. Arrays come in as `consts`, never by closure."""
 

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import Array, PyTree, as_arrays, exact_int, is_weak, place_like
+from .._avals import Array, PyTree, as_arrays, exact_int, place_like
 from .._errors import ArgumentError, Misuse, expect
 from .._loop.chunk import Level, RunChunk, run_chunked
-from .._loop.feed import Feed, of_steps, one_step
-from .._loop.loop import Arrays, Loop, Paced, Plan, Step, is_untraced
+from .._loop.feed import Feed, one_step
+from .._loop.loop import Arrays, Loop, Plan, Step, is_untraced
 from .._loop.sizes import Wish
 from .._trace.hoist import traced
 from .._transforms.axes import move_outputs, spread_prefix, static_axes
@@ -353,7 +353,7 @@ def run_keeping(
     Args:
         plan: the loop.
         levels: ascending in size, with a boundary wherever `boundaries` wants one.
-        given: what it runs on.
+        given: what it runs on, weak types settled where outputs are thinned.
         keeps: for each leaf of y what is kept.
 
     Returns:
@@ -365,7 +365,7 @@ def run_keeping(
     if any(getattr(level.around, "recomputes", False) for level in levels) and plan.length % sizes[-1] == 1:
         often = tuple(None if keep is None else ALL for keep in keeps)  # the step that is left over is no loop
     if is_thinned(often):
-        plan, given = plan.having(step=_as_function(plan, plan.step)), given._replace(state=_settled(plan, given))
+        plan = plan.having(step=_as_function(plan, plan.step))
         chunks = tuple(
             dataclasses.replace(level, outputs=Thinned(level.size, often, innermost=place == 0))
             if place == 0 or LAST in often or level.size in often
@@ -386,18 +386,6 @@ def _as_function(loop: Plan, step: Step) -> Step:
         return step(consts, state, feed)
 
     return (loop.callee.memo or loop.body.memo).program((_as_function, step), lambda: jax.jit(body))
-
-
-def _settled(plan: Plan, given: Arrays) -> PyTree:
-    """The state, its weak types those that a step returns: the first step is the same program as the others."""
-    if isinstance(given.state, Paced):  # those of a loop that shows its progress have settled
-        return given.state
-    state, _ = jax.eval_shape(plan.step, given.consts, given.state, one_step(of_steps(given.xs)))
-    return jax.tree.map(
-        lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
-        as_arrays(given.state),
-        state,
-    )
 
 
 def _finish(ys: Array, keep: int, kept: Keep, loop: Plan, sizes: Sequence[int]) -> Array:

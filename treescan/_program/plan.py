@@ -14,7 +14,11 @@ import operator
 from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
+import jax
+
+from .._avals import PyTree, as_arrays, is_weak
 from .._loop.chunk import Level
+from .._loop.feed import one_step
 from .._loop.loop import Loop
 from .._loop.sizes import Wish, plan_sizes
 from .._outputs.outputs import boundaries, is_thinned, last_chunk
@@ -31,6 +35,8 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     """
     if not (loop.wishes or loop.keeps):
         return loop, ()
+    if is_thinned(loop.keeps):
+        loop = loop.having(state=_settled(loop))
     others, slotted, outer = list[Wish](), None, None
     for wish in loop.wishes:
         if wish.outside:
@@ -53,6 +59,16 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
                 level = level.inside(around, wish.slots)
         levels.append(level)
     return loop, tuple(levels)
+
+
+def _settled(loop: Loop) -> PyTree:
+    """The state, its weak types those that a step returns: the first step is the same program as the others."""
+    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
+    return jax.tree.map(
+        lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
+        as_arrays(loop.state),
+        state,
+    )
 
 
 def _places(loop: Loop, slotted: Wish | None, others: Sequence[Wish]) -> Places:

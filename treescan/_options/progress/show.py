@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, exact_int
 from ..._errors import ArgumentError, Misuse, TypeMisuse, expect
 from ..._loop.feed import Feed, Slot
-from ..._loop.loop import Body, Loop, Paced, Step, is_untraced
+from ..._loop.loop import Body, Loop, Step, is_untraced
 from ..._loop.sizes import Around, Wish
 from ..._program.nest import run_levels
 from ..._rows.leaves import any_along, most_of_all, most_of_devices
@@ -177,6 +177,22 @@ def _live_steps(loop: Loop) -> Array | None:
 
 TICK: Slot[Any] = Slot("tick", of_chunks=True)
 """What is reported after a chunk."""
+
+
+class Paced(NamedTuple):
+    """The state of a loop over chunks whose reports are paced, outside of everything else that runs a chunk.
+
+    Attributes:
+        state: the state.
+        due: int32[], the steps after which the next report is due; less than 0 before the first.
+        run: int32[], the number of the run. No chunk changes it.
+        total: int32[], the steps of the run. No chunk changes it.
+    """
+
+    state: PyTree
+    due: Array
+    run: Array
+    total: Array
 
 
 @dataclass(frozen=True, eq=False)
