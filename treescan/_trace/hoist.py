@@ -25,7 +25,7 @@ from .._errors import BodyFault, speaking_of
 from .._loop.feed import Consts, Feed, one_step
 from .._loop.loop import Body, Loop, Step
 from .._loop.run import checks_key_reuse, named_signature, settle, weak_types_settled
-from .._loop.turns import CarryState, share_traces
+from .._loop.turns import Placed, share_traces
 from .._tree import split
 from .equations import inputs_of, named_axes
 from .rewriting import is_rewriting
@@ -108,7 +108,7 @@ def _hoist_turns(loop: Loop) -> Loop:
 
 def _trace_turns(loops: Sequence[Loop]) -> list[Loop]:
     """Traces each loop's step, from a state whose weak types have settled. Equal steps of equal types share a trace."""
-    if isinstance(loops[0].step, CarryState):
+    if isinstance(loops[0].step, Placed):
         shared = share_traces([loop.step for loop in loops])
         loops = [loop.having(step=step) for loop, step in zip(loops, shared, strict=True)]
     state, each, known = loops[0].state, list[Loop](), dict[Hashable, Loop]()
