@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 
 from .._avals import PyTree, is_sharded, is_weak, varying_axes
 
+if TYPE_CHECKING:
+    from .loop import Result
+
 T = TypeVar("T")
-Held = TypeVar("Held", "Feed", "Consts")
+Held = TypeVar("Held", "Feed", "Consts", "Result")
 
 
 class Feed(NamedTuple):
@@ -62,7 +65,7 @@ def spread(part: PyTree, told: Any) -> tuple[Any, ...]:
 
 
 class Slot(Generic[T]):
-    """The place of one option in a `Feed`, or in `Consts`. The option's own file holds the only reference to it.
+    """The place of one option in a `Feed`, in `Consts` or in a `Result`. The option's file holds the only reference.
 
     Args:
         name: for messages, and for the order of the leaves.
@@ -78,16 +81,16 @@ class Slot(Generic[T]):
     def __repr__(self) -> str:
         return f"Slot({self.name})"
 
-    def of(self, feed: Feed | Consts) -> T | None:
+    def of(self, feed: Feed | Consts | Result) -> T | None:
         """What is there; None: nothing is."""
         return None if feed.extra is None else cast("T | None", feed.extra.held.get(self))
 
-    def read(self, feed: Feed | Consts) -> T:
+    def read(self, feed: Feed | Consts | Result) -> T:
         """What is there, where something is."""
         return cast("T", self.of(feed))
 
     def put(self, feed: Held, value: T | None) -> Held:
-        """The feed, or the consts, with this in its place; with None, nothing is there."""
+        """The record with this in its place; with None, nothing is there."""
         held = {} if feed.extra is None else dict(feed.extra.held)
         held.pop(self, None)
         if value is not None:
@@ -99,7 +102,7 @@ class Slot(Generic[T]):
         return self.put(feed, cast("T", said))
 
     def take(self, feed: Held) -> tuple[T, Held]:
-        """What is there, and the feed, or the consts, without it."""
+        """What is there, and the record without it."""
         return self.read(feed), self.put(feed, None)
 
 

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from .._avals import Array, PyTree
 from .._errors import is_from_jax
 from .._tree import are_same, kin
-from .feed import Feed
+from .feed import Extra, Feed
 from .replaced import replacement
 
 if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
@@ -228,17 +228,14 @@ class Result(NamedTuple):
         ys: the outputs.
         steps: int32[*batch], how many steps were taken, if the loop may end early; None: all of them.
         stopped: bool[*batch], whether the condition no longer held; None: there is none.
-        once: y with the outputs that are the same in every step, and None in place of the others; None: none are.
-        evidence: what `check_finite` knows of the first bad step, and what is static of it, for each body that may
-            have run it; None: nothing is looked at.
+        extra: what the slots of options hold; see `Slot`.
     """
 
     state: PyTree
     ys: PyTree
     steps: Array | None = None
     stopped: Array | None = None
-    once: PyTree = None
-    evidence: PyTree = None
+    extra: Extra | None = None
 
     @property
     def short(self) -> Any:
@@ -254,8 +251,8 @@ def _same_ys(result: Result) -> PyTree:
     return result.ys
 
 
-def _no_notes(result: Result) -> dict[str, PyTree]:
-    return {}
+def _same_result(result: Result) -> Result:
+    return result
 
 
 class Finish(NamedTuple):
@@ -264,12 +261,12 @@ class Finish(NamedTuple):
     Attributes:
         state: of the state, the last one or that between two chunks.
         ys: of ys, from the result. They may be in its state, which is not undone yet.
-        notes: other fields of the result, by name, from the result.
+        notes: the result with what an option puts in its slot there, from the result.
     """
 
     state: Callable[[PyTree], PyTree] = _same
     ys: Callable[[Result], PyTree] = _same_ys
-    notes: Callable[[Result], dict[str, PyTree]] = _no_notes
+    notes: Callable[[Result], Result] = _same_result
 
 
 @dataclass(frozen=True)
@@ -483,7 +480,7 @@ class Loop(Plan):
         self,
         state: Callable[[PyTree], PyTree] = _same,
         ys: Callable[[Result], PyTree] = _same_ys,
-        notes: Callable[[Result], dict[str, PyTree]] = _no_notes,
+        notes: Callable[[Result], Result] = _same_result,
     ) -> Loop:
         """The loop, with one more thing to do to its results; see `Finish`."""
         return self.having(finish=(*self.finish, Finish(state, ys, notes)))

@@ -33,7 +33,8 @@ def finish(loop: Loop, *results: Any) -> Any:
     """The results of a loop, with all transforms undone: a pair, or a `Result` if it has more."""
     result = Result(*results)
     for undo in reversed(loop.finish):
-        result = result._replace(state=undo.state(result.state), ys=undo.ys(result), **undo.notes(result))
+        state, ys = undo.state(result.state), undo.ys(result)
+        result = undo.notes(result)._replace(state=state, ys=ys)
     return result.short
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from enum import Enum
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from .._loop.feed import Slot
 from .._loop.loop import Loop
 from .call import Arguments, Call
 
@@ -71,6 +72,17 @@ class Transform(ABC):
             Fault: for an `ArgumentError`.
         """
         del call, given
+
+    def delivered(self, result: Any) -> Any:
+        """The result of a call with this transform, once the program has run: here an option may raise what it found.
+
+        A report for the user goes to the slot `REPORT`.
+        """
+        return result
+
+
+REPORT: Slot[Any] = Slot("report")
+"""What an option reports of a run to the user, beside the results."""
 
 
 def in_order(*transforms: Transform | None) -> tuple[Transform, ...]:

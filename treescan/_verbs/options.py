@@ -5,13 +5,12 @@ This is the one file of the core that names options. Each is loaded by the first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .._avals import PyTree
 from .._body.call import takes_keyword
 from .._loop.feed import Keyword
-from .._loop.loop import Body, Result
+from .._loop.loop import Body
 from .._outputs.outputs import is_positions
 from .._rows.axes import RowFlags
 from .._transforms.transform import Transform
@@ -53,18 +52,6 @@ def checking(
 
     axes = (prepared.axes, *prepared.other_axes)
     return CheckFinite.of(value, prepared.call, prepared.given, axes, ends_early=ends_early, layers=layers)
-
-
-def with_report(result: Any, transforms: Sequence[Transform]) -> Any:
-    """The result of a loop, with the report that `check_finite="return"` promises; else what it found is raised."""
-    returned = False
-    for each in transforms:
-        returned = returned or getattr(each, "returned", False)
-    if not returned and not (isinstance(result, Result) and result.evidence is not None):
-        return result
-    from .._options.finite.check import delivered
-
-    return delivered(Result(*result), returned=returned)
 
 
 def recomputing(remat: RematLike | None) -> Transform | None:

@@ -37,7 +37,7 @@ from .._rows.over_rows import OverRows
 from .._rows.skip import Skip
 from .._transforms.axes import OverAxes, by_part, static_axes
 from .._transforms.call import Arguments, Call
-from .._transforms.transform import Transform, in_order
+from .._transforms.transform import REPORT, Transform, in_order
 from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Axes, AxesOfRows, ProgressLike, RematLike, Returned, Save
 from ..carries._registry import Adopted, adopt
@@ -52,7 +52,6 @@ from .options import (
     strided,
     telling,
     truncating,
-    with_report,
 )
 from .progress import silent
 
@@ -131,7 +130,7 @@ class Prepared:
             donates: whether an eager call gives the arrays of `init` away; see `execute`.
 
         Returns:
-            The last state and ys; a `Result` if there is more. Its `evidence` is the report that the user gets.
+            The last state and ys; a `Result` if there is more, as a report; see `REPORT`.
         """
         program = Program(self.call, in_order(*(of_strangers(self.options) if self.options else ()), *transforms))
         if self.given.offset is not None:
@@ -151,7 +150,8 @@ class Prepared:
                 if not self.options:
                     _refuse_exchanged(self.call, self.given, error)
                 raise
-        result = with_report(result, program.transforms)
+        for transform in program.transforms:
+            result = transform.delivered(result)
         return restored(result, self.call, self.adopted)
 
     def _note_numbers(self, error: Exception) -> None:
@@ -301,9 +301,9 @@ def restored(result: Any, call: Call, adopted: Adopted) -> Any:
 
 
 def returned(result: Any, place: int | None = None) -> Any:
-    """The pair of a result, or one of the two, and a report of `check_finite` if there is one."""
+    """The pair of a result, or one of the two, and a report if there is one."""
     part = result if place is None else result[place]
-    report = result.evidence if isinstance(result, Result) else None
+    report = REPORT.of(result) if isinstance(result, Result) else None
     if report is None:
         return part
     return (*result[:2], report) if place is None else (part, report)

@@ -41,7 +41,7 @@ from .._loop.loop import Body, Result
 from .._outputs.outputs import KeepOutputs, MoveOutputs
 from .._stacks.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._transforms.call import Arguments, Call
-from .._transforms.transform import Transform
+from .._transforms.transform import REPORT, Transform
 from .._tree import Static, freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, ProgressLike, Remat, RematLike, Save
 from ..carries._registry import Adopted, adopt
@@ -355,8 +355,8 @@ class PreparedLayers:
             back = [adopted.restore(thaw_static(one)) for adopted, one in zip(self.states, stacks, strict=True)]
             new, each = (self.form(back),), tuple(y.y for y in each)
         outputs = (each if self.stacks.sequence else each[0],) if self.prepared.call.convention.pair else ()
-        report = (result.evidence,) if isinstance(result, Result) and result.evidence is not None else ()
-        return x, *new, *outputs, *report
+        report = REPORT.of(result) if isinstance(result, Result) else None
+        return x, *new, *outputs, *(() if report is None else (report,))
 
 
 def prepare_layers(

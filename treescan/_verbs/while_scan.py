@@ -18,6 +18,7 @@ from .._outputs.outputs import MoveOutputs, check_save
 from .._rows.checks import check_compact
 from .._rows.fill import HOLD, KeepRows, check_fill
 from .._rows.mask import Mask
+from .._transforms.transform import REPORT
 from .._tree import short_html, short_repr
 from .._types import (
     AxesOfRows,
@@ -257,7 +258,8 @@ def while_scan(
                 showing(progress, call),
             )
         found = WhileResult(result.state, result.ys, result.steps, result.stopped)
-        return found if result.evidence is None else (found, result.evidence)
+        report = REPORT.of(result)
+        return found if report is None else (found, report)
     except Exception as error:
         explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained

@@ -27,7 +27,7 @@ from ..._types import Axes, ProgressLike, RematLike, Save
 from ..._verbs.options import checking, recomputing, recording, showing
 from ..._verbs.prepare import Prepared, prepare, refuse_report
 from ..._verbs.progress import silent
-from .once import ComputeOnce
+from .once import ONCE, ComputeOnce
 
 Filter: TypeAlias = bool | str | Iterable[str] | Callable[[str], bool]
 """Of names: all or none of them, one, several, or those for which a function is true."""
@@ -327,7 +327,9 @@ def run_groups(
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
     call, computing, transforms = _prepare(step, roles, groups, rngs, carry, args, again)
-    state, stacked, _, _, once, _ = call.run(computing, *transforms, compiles=not roles.closes_over)
+    result = call.run(computing, *transforms, compiles=not roles.closes_over)
+    state, stacked = result[:2]
+    once = ONCE.read(result)
     y = jax.tree.map(lambda one, of_all: of_all if one is None else one, stacked.y, once.y, is_leaf=_is_none)
     return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 

@@ -23,6 +23,9 @@ from ..._transforms.axes import WHOLE, OverAxes, spread_prefix
 from ..._transforms.transform import Stage, Transform
 from ..._tree import Prefix, leaves_with_path, map_leaves, merge, split
 
+ONCE: Slot[PyTree] = Slot("once")
+"""Of a result: y with the outputs that are the same in every step, and None in place of the others."""
+
 
 class Parted(NamedTuple):
     """A loop without the outputs that are the same in every step.
@@ -171,13 +174,13 @@ def _varies(program: StepProgram, trace: Trace, flags: Sequence[bool]) -> Fault:
 
 @dataclass(frozen=True)
 class ComputeOnce(Transform):
-    """Computes outputs that are the same in every step once, before the loop; see `Result.once`.
+    """Computes outputs that are the same in every step once, before the loop; see `ONCE`.
 
     Attributes:
         wanted: a prefix of y, True for each of these outputs.
         over_axes: the transform of `in_axes`, or None. It is applied here.
         whole: whether leaves that no step changes stay in the state.
-        again: asked after the trace, with `Result.once`, and whether what is left of the loop reads a watched leaf:
+        again: asked after the trace, with `Parted.once`, and whether what is left of the loop reads a watched leaf:
             what the body is to be given as its last argument when it is traced again, or None if it is not. None: it
             never is.
         watched: a prefix of xs, True for the leaves that are watched; None: none are.
@@ -199,7 +202,7 @@ class ComputeOnce(Transform):
             consts = loop.consts._replace(inner=shared._replace(args=(*shared.args[:-1], again)))
             rest = self._over_axes(loop.having(consts=consts))
             rest = rest.having(step=DroppingOnce(rest.step, self.wanted))
-        return rest.finished(notes=lambda result: {"once": parted.once})
+        return rest.finished(notes=lambda result: ONCE.put(result, parted.once))
 
     def part(self, loop: Loop) -> Parted:
         """The loop without these outputs, and their values."""

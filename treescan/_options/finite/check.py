@@ -18,17 +18,18 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
+from ..._avals import Array, LeafAxes, as_arrays, is_sharded
 from ..._body.call import names_of
 from ..._body.signature import FORI
 from ..._errors import Fault, NonFiniteError, TracedMisuse, describe_body, named_options, speaking_of
+from ..._loop.feed import Slot
 from ..._loop.loop import Loop, Result, is_jit_disabled
 from ..._program.nest import in_whole_state
 from ..._rows.leaves import any_of_all, on_each_device
 from ..._trace.hoist import flattened, restoring
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._transforms.call import Arguments, Call
-from ..._transforms.transform import Stage, Transform
+from ..._transforms.transform import REPORT, Stage, Transform
 from ..._tree import short_repr
 from .case import (
     About,
@@ -55,6 +56,9 @@ from .site import (
     traced_as_it_runs,
     with_heads,
 )
+
+EVIDENCE: Slot[tuple[tuple[Evidence, Case], ...]] = Slot("evidence")
+"""Of a result: what is known of the first bad step, and what is static of it, for each body that may have run it."""
 
 
 def deliver(found: Sequence[tuple[Evidence, Case]]) -> None:
@@ -220,13 +224,24 @@ class CheckFinite(Transform):
             xs = turn.xs if early else turn.xs._replace(position=positions_of(turn, place, len(turns)))
             turns[place] = with_heads(turn, heads).having(step=step, xs=xs, callee=turn.callee.apart())
 
-        def notes(result: Result) -> dict[str, PyTree]:
+        def notes(result: Result) -> Result:
             found = evidence_of_step(earliest(result.state[0]), sites, result.steps)
             pairs = ((evidence, case_of(sites[place], told)) for place, evidence, told in found)
-            return {"evidence": tuple((evidence._replace(offset=loop.offset), case) for evidence, case in pairs)}
+            return EVIDENCE.put(result, tuple((each._replace(offset=loop.offset), case) for each, case in pairs))
 
         checked = plain.with_turns(turns).having(callee=plain.callee.apart())
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
+
+    def delivered(self, result: Any) -> Any:
+        """The result with a report, or without, and what was found is told."""
+        found: Result = result if isinstance(result, Result) else Result(*result)
+        evidence, bare = EVIDENCE.of(found), EVIDENCE.put(found, None)
+        if self.returned:
+            return REPORT.put(bare, FiniteReport.of(evidence or ()))
+        if evidence is None:
+            return result
+        deliver(evidence)
+        return bare.short
 
     def _in_leaves(self, loop: Loop, traced: Loop) -> Loop:
         """The loop with a list of leaves as its state."""
@@ -237,14 +252,6 @@ class CheckFinite(Transform):
         if loop.turns:
             return in_whole_state(traced)
         return traced.having(trace=None).finished(restoring(traced))
-
-
-def delivered(result: Result, *, returned: bool) -> Any:
-    """The result of a loop that was checked: with a report, or without, and what was found is told."""
-    if returned:
-        return result._replace(evidence=FiniteReport.of(result.evidence or ()))
-    deliver(result.evidence)
-    return result._replace(evidence=None).short
 
 
 class FiniteReport(NamedTuple):
