@@ -25,12 +25,12 @@ from .condition import Condition
 from .early_exit import (
     ENDS,
     Chunks,
+    Hook,
     MaskedStep,
     Progress,
     StepOutputs,
     TakeChunk,
     TakeStep,
-    Tell,
     in_progress,
     nested_sizes,
 )
@@ -66,7 +66,7 @@ class EarlyExit:
         unbound: what to raise where it is differentiated outside of the `jax.vmap` that has an axis which it reads.
         reverse_only: what to raise where a rule for reverse mode alone would have to be differentiated in forward mode.
         own_values: whether rows that have stopped are shown their own values, unless something is differentiated.
-        tell: reports how far the loop has come; None: nothing does.
+        hook: is called as it goes on; None: nothing is.
     """
 
     plan: Plan
@@ -82,7 +82,7 @@ class EarlyExit:
     unbound: Exception | None
     reverse_only: Exception | None
     own_values: bool
-    tell: Tell | None
+    hook: Hook | None
 
     @property
     def length(self) -> int:
@@ -106,14 +106,14 @@ class EarlyExit:
 
     def _run(self, given: Arrays, holds: Array, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
-        outputs, tell, reported, before = self.outputs, self.tell, 0, given.state
+        outputs, hook, called, before = self.outputs, self.hook, 0, given.state
         take: Step = TakeStep(self._masked, outputs, self.rows.axes.y)
         ordered = len(self.rows.tiers) > 1
-        if tell is not None:  # rows that are brought together for a chunk are not in their places within it
+        if hook is not None:  # rows that are brought together for a chunk are not in their places within it
             stride = max(outputs.every, default=1)
             steps = () if ordered else range(1, 1 + (stride == 1))
-            reported = tell.size(length, (*steps, *sizes), stride)
-            take = tell.around(None)(take, True) if reported == 1 else take
+            called = hook.size(length, (*steps, *sizes), stride)
+            take = hook.around(None)(take, True) if called == 1 else take
         given = without_good(given) if self.own_values else given
         given = given._replace(consts=SOME_VALID.raised(given.consts, self.branches), state=self._first(before, holds))
 
@@ -123,9 +123,9 @@ class EarlyExit:
 
         def around(size: int) -> Around | None:
             own = (lambda step, looped: around_chunk(step, size)) if size in sizes else None
-            return tell.around(own) if tell is not None and size == reported else own
+            return hook.around(own) if hook is not None and size == called else own
 
-        further = () if reported in (0, 1, *sizes) else (reported,)
+        further = () if called in (0, 1, *sizes) else (called,)
         levels = outputs.levels(length, (*sizes, *further), around)
         progress, ys = run_chunked(self.plan.having(step=take, length=length), levels, given)
         if not save:

@@ -56,13 +56,13 @@ class Ends(NamedTuple):
     Attributes:
         closed: what the condition closes over, for each of its traces.
         limit: int32[], the most steps to take.
-        run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
+        hook: what a `Hook` reads, if there is one.
         xs: what all steps are fed, where each is fed its place in there alone; else None.
     """
 
     closed: list[list[Any]]
     limit: Array
-    run: Any = None
+    hook: PyTree = None
     xs: Feed | None = None
 
 
@@ -250,28 +250,28 @@ def in_progress(axes: RowAxes) -> RowAxes:
     return axes._replace(state=(0, 0, *axes.state))
 
 
-class Tell(Protocol):
-    """Reports, from within a loop that ends early, how far it has come. It holds no array."""
+class Hook(Protocol):
+    """Is called from within a loop that ends early, with how far it has come. It holds no array."""
 
     @property
-    def updates(self) -> int:
-        """The most reports."""
+    def most(self) -> int:
+        """The most calls."""
         ...
 
     def fit(self, chunks: Chunks) -> Chunks:
-        """The chunks, of which several together are reported if there are too many."""
+        """The chunks, of which several together have one call if there are too many."""
         ...
 
     def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
-        """Of chunks of these sizes, which are reported."""
+        """Of chunks of these sizes, which have a call each."""
         ...
 
     def around(self, inner: Around | None) -> Around:
-        """What is put around chunks: that, and a report."""
+        """What is put around chunks: that, and a call."""
         ...
 
     def __call__(self, consts: Consts, progress: Progress, *, last: bool = False) -> None:
-        """Reports; `last`: that the loop has ended."""
+        """A call; `last`: the loop has ended."""
         ...
 
 

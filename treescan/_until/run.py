@@ -23,10 +23,10 @@ from .derivative import EarlyExit
 from .early_exit import (
     ENDS,
     Ends,
+    Hook,
     MaskedStep,
     Progress,
     StepOutputs,
-    Tell,
     all_fixed,
     going_on,
     plan_chunks,
@@ -70,8 +70,8 @@ class Going(NamedTuple):
         limit: int32[], the most steps.
         total: int32[], the number of steps, where it is known.
         verb: the name of the verb, for errors that are raised after it has returned.
-        run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
-        tell: reports the steps that were taken; or None.
+        hook: is called as steps are taken; or None.
+        of_hook: the arrays that it reads.
     """
 
     condition: Condition
@@ -79,22 +79,22 @@ class Going(NamedTuple):
     limit: Array
     total: Array | None
     verb: str
-    run: tuple[Array, Array] | None = None
-    tell: Tell | None = None
+    hook: Hook | None = None
+    of_hook: PyTree = None
 
     def __call__(self, loop: Loop) -> Result:
-        loop = loop.having(consts=ENDS.put(loop.consts, Ends(self.condition.closed, self.limit, self.run)))
+        loop = loop.having(consts=ENDS.put(loop.consts, Ends(self.condition.closed, self.limit, self.of_hook)))
         run_loop = _run_step_by_step if is_untraced(loop) else _run_traced
         progress, ys = run_loop(loop, self)
-        if self.tell is not None:
-            self.tell(loop.consts, progress, last=True)
+        if self.hook is not None:
+            self.hook(loop.consts, progress, last=True)
         return Result(progress.state, ys, progress.taken, ~progress.holds)
 
 
 def _run_step_by_step(loop: Loop, going: Going) -> tuple[Progress, PyTree]:
     """Runs the steps on values, one by one. Of a loop that takes none, a trace tells the types."""
-    tell = going.tell
-    holds, every = going.holds, -(-loop.length // tell.updates) if tell else 0
+    hook = going.hook
+    holds, every = going.holds, -(-loop.length // hook.most) if hook else 0
     taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
     progress, ran = Progress(holds, taken, as_arrays(loop.state)), list[PyTree]()
     step = MaskedStep(loop.step, going.condition, all_fixed(loop))
@@ -107,8 +107,8 @@ def _run_step_by_step(loop: Loop, going: Going) -> tuple[Progress, PyTree]:
             return _run_settled(loop, settled, going)
         progress = after
         ran.append(y)
-        if tell is not None and len(ran) % every == 0:
-            tell(loop.consts, progress)
+        if hook is not None and len(ran) % every == 0:
+            hook(loop.consts, progress)
     left = loop.length - len(ran)
     if not ran:
         bare = Arrays(ENDS.put(loop.consts, None), loop.state, _part(loop.xs, 0, 0))
@@ -135,7 +135,7 @@ def _part(xs: Feed, start: int, stop: int) -> Feed:
 
 def _run_traced(loop: Loop, going: Going) -> tuple[Progress, list[Any]]:
     """Runs the loop as a function with a derivative of its own; its ys are what is left of the outputs."""
-    tell, trace, keeps, length = going.tell, loop.hoisted, loop.keeps or (), loop.length
+    hook, trace, keeps, length = going.hook, loop.hoisted, loop.keeps or (), loop.length
     varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
     step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
     loop = loop.having(step=step, xs=xs, state=as_arrays(loop.state))
@@ -155,13 +155,13 @@ def _run_traced(loop: Loop, going: Going) -> tuple[Progress, list[Any]]:
         fed=bool(jax.tree.leaves(loop.xs)),
         condition=going.condition,
         outputs=StepOutputs(tuple(avals), loop.masked.outputs.idle.fill, varying, every),
-        chunks=chunks if tell is None else tell.fit(chunks),
+        chunks=chunks if hook is None else hook.fit(chunks),
         branches=may_branch(),
         refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if trace.once_only_in_silence else None,
         unbound=explain(_outside_of(axes), going.verb, loop.body.function) if axes else None,
         reverse_only=explain(reverse_only(), going.verb, loop.body.function) if trace.reverse_rule else None,
         own_values=own_values,
-        tell=tell,
+        hook=hook,
     )
     progress, ys = early.differentiable()(loop.arrays, vary_over(going.holds, varying))
     left = [y[early.front // n :][: length // n] for y, n in zip(ys, every, strict=True)]

@@ -32,7 +32,7 @@ def show_taken(loop: Loop, updates: int | None, showing: Showing) -> Loop:
     total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total)
     run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
     tell = TellTaken(reporter, showing, updates or MOST, going.condition, all_fixed(loop))
-    return loop.having(runner=going._replace(run=(run, total), tell=tell))
+    return loop.having(runner=going._replace(hook=tell, of_hook=(run, total)))
 
 
 def _largest(steps: Array) -> Array:
@@ -48,20 +48,20 @@ class TellTaken:
     Attributes:
         reporter: reports it.
         showing: what is shown of the carry.
-        updates: the most reports.
+        most: the most reports.
         condition: knows the user's carry in the state.
         fixed: for each leaf of the whole state whether it is unchanged.
     """
 
     reporter: Reporter
     showing: Showing
-    updates: int
+    most: int
     condition: Condition
     fixed: tuple[bool, ...]
 
     def fit(self, chunks: Chunks) -> Chunks:
         """As many chunks that several of them together report, if there are too many for a report each."""
-        together = -(-chunks.number // self.updates)
+        together = -(-chunks.number // self.most)
         return chunks._replace(number=-(-chunks.number // together) * together)
 
     def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
@@ -69,7 +69,7 @@ class TellTaken:
 
         A remainder is made of steps alone: there is none of chunks.
         """
-        outer, least = max((unit, *sizes)), -(-length // self.updates)
+        outer, least = max((unit, *sizes)), -(-length // self.most)
         fitting = [size for size in sizes if size >= least]
         if fitting or outer == unit:
             return min(fitting, default=-(-least // outer) * outer)
@@ -77,7 +77,7 @@ class TellTaken:
 
     def __call__(self, consts: Consts, progress: Progress, *, last: bool = False) -> None:
         """Reports how far the loop has come; `last`: that it has ended."""
-        run, total = ENDS.read(consts).run
+        run, total = ENDS.read(consts).hook
         carry = self.condition.state_of(whole_state(self.fixed, consts, progress.state))
         shown, false = self.showing.of_carry(carry), jnp.zeros((), bool)
         tick = Tick(run, total, _largest(progress.taken), false, ~false if last else false)
