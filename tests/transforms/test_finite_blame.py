@@ -12,7 +12,7 @@ from primitive_cases import ENTRIES, GRID, Operand, examples
 from thin import parametrize, shares, slow
 
 import treescan
-from treescan._trace import blame
+from treescan._options.finite import blame
 
 pytestmark = pytest.mark.quick
 
@@ -170,7 +170,7 @@ def test_what_cannot_be_decided_is_one_of_several() -> None:
 def test_a_primitive_that_looks_otherwise_is_taken_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Releases of JAX may change the parameters of primitives."""
     unknown: Any = lambda *_: {}["axes"]  # noqa: E731
-    monkeypatch.setattr(treescan._trace.blame, "_by_derivative", unknown)
+    monkeypatch.setattr(blame, "_by_derivative", unknown)
     h, xs = data()
     text = caught(lambda: treescan.fold(BODIES["mixed"], jnp.zeros_like(h), xs, check_finite=True))
     assert "(row 2), first in `exp` at" in text

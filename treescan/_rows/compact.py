@@ -18,7 +18,7 @@ from .._cpu.rows import gather_rows
 from .._errors import BodyFault, Fault, Misuse, TreescanError
 from .._loop.feed import Feed, one_step, slots_of, spread
 from .._loop.loop import Loop, Step
-from .._trace.equations import equations_within, jaxprs_within
+from .._trace.equations import equations_within, jaxprs_within, place_of
 from .._trace.hoist import trace_also, whole_state
 from .._transforms.refuse import refuse_symbolic
 from .._tree import map_leaves
@@ -246,8 +246,6 @@ def refuse_shared_draws(step: Any, of_fewer: Any, tier: int, rows: int) -> None:
     pairs = itertools.zip_longest(*map(_draws_of, (step, of_fewer)))
     bad = [a or b for a, b in pairs if (a and a.drawn) != (b and b.drawn)]
     if bad:
-        from .._trace.blame import place_of  # here, not above: only an error needs it
-
         found = (next(filter(None, map(place_of, draw.within)), "the body") for draw in bad)
         places = " and ".join(dict.fromkeys(found))
         raise Misuse(

@@ -13,6 +13,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.sharding import AxisType
 
 from .._avals import Aval, Leaves, varying_axes
+from .._errors import is_library_file, shorten
 
 if TYPE_CHECKING:
     from jax.core import Atom
@@ -317,3 +318,12 @@ def inlined(jaxpr: Jaxpr, consts: Sequence[object], given: Sequence[object], int
 def values_of(atoms: Sequence[Any], values: Mapping[Var, Value]) -> list[Value]:
     """The values of variables and literals."""
     return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]
+
+
+def place_of(equation: JaxprEqn) -> str | None:
+    """The line of the user's that an equation comes from, as in `model.py:31`."""
+    traceback = getattr(equation.source_info, "traceback", None)
+    for frame in [] if traceback is None else traceback.frames:
+        if not is_library_file(frame.file_name):
+            return f"{shorten(frame.file_name)}:{frame.line_num}"
+    return None

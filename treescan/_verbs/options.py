@@ -5,6 +5,7 @@ This is the one file of the core that names options. Each is loaded by the first
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .._avals import PyTree

@@ -12,10 +12,9 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from ..._avals import bytes_of, describe_leaf, is_key
 from ..._errors import Misuse, describe_body
 from ..._program.program import Program, Taken
-from ..._trace.blame import place_of
 from ..._trace.cost import count_operations
 from ..._trace.dependence import dependent
-from ..._trace.equations import called, jaxprs_within, loop_of
+from ..._trace.equations import called, jaxprs_within, loop_of, place_of
 from ..._transforms.call import Arguments
 from ..._types import RematLike
 from ..._until.end_early import EndEarly

@@ -32,8 +32,7 @@ from ..._remat.remat import Recompute, saves_steps
 from ..._rows.axes import RowAxes, Rows
 from ..._rows.over_rows import OverRows
 from ..._rows.skip import Skip
-from ..._trace.blame import place_of
-from ..._trace.equations import called, has_symbolic_zeros, inputs_of
+from ..._trace.equations import called, has_symbolic_zeros, inputs_of, place_of
 from ..._trace.hoist import lifted, traced
 from ..._trace.smooth import is_smooth
 from ..._transforms.axes import Count, OverAxes

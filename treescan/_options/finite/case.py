@@ -20,10 +20,10 @@ from ..._errors import Fault, Misuse, TypeMisuse, named_options
 from ..._loop.feed import Consts, Feed, Slot
 from ..._loop.loop import Loop, Step
 from ..._rows.leaves import select
-from ..._trace.blame import MADE, UNSURE, Operation
 from ..._trace.smooth import is_smooth
 from ..._trace.trace import Trace
 from ..._tree import merge, thaw_static
+from .blame import MADE, UNSURE, Operation
 
 
 class Within(NamedTuple):

@@ -34,13 +34,13 @@ from ..._rows.leaves import (
 )
 from ..._rows.mask import Mask
 from ..._rows.told import WithKeyword
-from ..._trace.blame import Blame, becomes_bad
 from ..._trace.hoist import hoist, lift
 from ..._trace.smooth import is_smooth
 from ..._trace.steps import Lifted
 from ..._transforms.axes import WHOLE
 from ..._tree import leaves_with_path, merge, split
 from ..resets import ResetRows, begin, begins_of
+from .blame import Blame, becomes_bad
 from .case import CONSTANT, About, Bad, Case, Evidence, Worst
 
 

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import Array, Aval, Leaves, in_mesh, mesh_of, place_like
-from .._errors import is_library_file, shorten
-from .._tree import replaced
-from .equations import alone, equations_within, interpret, jaxprs_within, opened
-from .smooth import is_smooth
+from ..._avals import Array, Aval, Leaves, in_mesh, mesh_of, place_like
+from ..._trace.equations import alone, equations_within, interpret, jaxprs_within, opened, place_of
+from ..._trace.smooth import is_smooth
+from ..._tree import replaced
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn
@@ -314,15 +313,6 @@ def _may_run_again(equation: JaxprEqn) -> bool:
     within = (each for jaxpr in jaxprs_within(equation) for each in equations_within(jaxpr))
     names = [each.primitive.name for each in (equation, *within)]
     return not equation.effects and not any(name == "while" or "callback" in name for name in names)
-
-
-def place_of(equation: JaxprEqn) -> str | None:
-    """The line of the user's that an equation comes from, as in `model.py:31`."""
-    traceback = getattr(equation.source_info, "traceback", None)
-    for frame in [] if traceback is None else traceback.frames:
-        if not is_library_file(frame.file_name):
-            return f"{shorten(frame.file_name)}:{frame.line_num}"
-    return None
 
 
 def becomes_bad(old: Array, new: Array) -> Array:
