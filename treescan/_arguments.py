@@ -16,6 +16,7 @@ from ._avals import (
     AxisSpec,
     LeafAxes,
     PyTree,
+    clamped,
     describe_leaf,
     describe_node,
     describe_traced,
@@ -28,6 +29,7 @@ from ._avals import (
 from ._body.call import are_alike
 from ._body.signature import Convention
 from ._errors import (
+    ArgumentError,
     ArgumentTypeError,
     BodyFault,
     Fault,
@@ -143,6 +145,32 @@ def check_length(length: object, name: str = "length", cure: str = _TRACED_LENGT
         raise TracedMisuse(f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
     whole = "Give the number of steps as an int of at least 0. `int(...)` converts a whole number."
     return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
+
+
+_OFFSET_CURE = (
+    "It is the position of the first {unit} in the whole run: an int of at least 0, or an int array of shape [], "
+    "traced or not."
+)
+
+
+def check_offset(offset: Any, steps: int) -> Any:
+    """int32[]: the position of the first step. An int becomes an array too, so all parts of a run share one program.
+
+    One that is not known is clamped to what is allowed.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is not one int, for an `ArgumentError` if it is known and out of range.
+    """
+    dtype = None if type(offset) is int else dtype_of(offset)  # one beyond int32 has none
+    is_int = dtype is not None and jnp.issubdtype(dtype, jnp.integer) and shape_of(offset) == ()
+    expect(is_int or type(offset) is int, "offset", "an int", offset, _OFFSET_CURE)
+    most = 2**31 - 1 - (steps if isinstance(steps, int) else 0)
+    if isinstance(offset, Tracer) or not getattr(offset, "is_fully_addressable", True):
+        return clamped(jnp.asarray(offset), most)
+    number = int(offset)
+    expect(number >= 0, "offset", "at least 0", number, _OFFSET_CURE, error=ArgumentError)
+    expect(number <= most, "offset", f"at most {most}", number, "Positions are of type int32.", error=ArgumentError)
+    return np.int32(number)
 
 
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:

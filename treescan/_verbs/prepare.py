@@ -15,6 +15,7 @@ from .._arguments import (
     check_key,
     check_keywords,
     check_length,
+    check_offset,
     check_run,
     infer_length,
     refuse_unsliced,
@@ -272,15 +273,8 @@ def prepare(
         lowering=lowering,
         **check_run(steps, reverse, unroll),
     )
-    given = Arguments(frozen_init, frozen_xs, key, offset=None if offset is None else first_position(offset, steps))
+    given = Arguments(frozen_init, frozen_xs, key, offset=None if offset is None else check_offset(offset, steps))
     return Prepared(call, given, axes, adopted, alive, options=options)
-
-
-def first_position(offset: ArrayLike, steps: int) -> Array:
-    """The position of the first step, checked."""
-    from .._transforms.offset import check_offset
-
-    return check_offset(offset, steps)
 
 
 def body_of(f: Callable[..., object], convention: Convention) -> tuple[Body, Callable[..., object]]:

@@ -13,6 +13,7 @@ from .._arguments import (
     check_key,
     check_keywords,
     check_length,
+    check_offset,
     check_run,
     needs_positional,
     no_axis,
@@ -46,7 +47,7 @@ from .._tree import Static, freeze_static, is_static, leaves_with_path, thaw_sta
 from .._types import Axes, ProgressLike, Remat, RematLike, Save
 from ..carries._registry import Adopted, adopt
 from .options import checking, recording, showing
-from .prepare import Prepared, body_of, first_position
+from .prepare import Prepared, body_of
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
@@ -403,7 +404,7 @@ def prepare_layers(
     before = (adopted.init, *args, *(each.init for each in states))
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
-    position = None if offset is None else first_position(offset, sum(stacks.counts))
+    position = None if offset is None else check_offset(offset, sum(stacks.counts))
     told = check_run(stacks.counts[-1], reverse, unroll)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
