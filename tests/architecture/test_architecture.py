@@ -134,6 +134,39 @@ def test_of_the_core_one_file_names_options() -> None:
     assert users == {"_verbs.options", "_verbs.progress"}
 
 
+WORDS = re.compile("progress|paced|report|(?<!para)meter|finite|evidence|truncat|resets|segment|foreign|stranger", re.I)
+"""Words of options."""
+
+KNOWN_WORDS = {
+    "_loop": ("segments Segments", "The type of a field; see `_rows.axes`."),
+    "_transforms": ("REPORT", "The place of what any option reports."),
+    "_rows": ("resets segments Segments", "A mask and resets are given and laid along the loop together."),
+    "_until": (
+        "progress Progress in_progress",
+        "The state of a loop that ends early, not what `progress` shows.",
+    ),
+    "_batches": ("resets", "A `Packed` has them: they go to the verb as if the user had given them."),
+}
+"""Those that the core has by folder, and why."""
+
+
+def test_the_core_has_no_word_of_an_option() -> None:
+    found: dict[str, set[str]] = {}
+    for module, tree in modules().items():
+        if folder_of(module) in LINE[LINE.index("_loop") : LINE.index("options")]:
+            names = {name for name in identifiers(tree) if WORDS.search(name)}
+            found.setdefault(folder_of(module), set()).update(names)
+    assert {folder: names for folder, names in found.items() if names} == {
+        folder: {*names.split()} for folder, (names, _) in KNOWN_WORDS.items()
+    }
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Every name that a module gives or uses."""
+    for node in ast.walk(tree):
+        yield from (str(getattr(node, field)) for field in ("id", "attr", "name", "arg") if getattr(node, field, None))
+
+
 def test_the_core_asks_for_what_is_faster_by_the_names_at_its_head() -> None:
     assert set().union(*users_of("_faster").values()) == {"_faster"}
 

@@ -30,7 +30,7 @@ class Convention:
         stacks: whether the carry after each step is what is stacked.
         other: the verb whose body returns the other of the two, if there is one.
         stateful: whether the last item of x is a state, which the body returns behind the carry.
-        records: from a carry and an x to those that a record of `check_finite` holds.
+        records: from a carry and an x to those that a record of a step holds for the user.
     """
 
     verb: str

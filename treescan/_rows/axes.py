@@ -79,7 +79,7 @@ class Begins(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """The segments of a masked loop.
+    """The segments of a masked loop, which were given with its mask. Options alone read them.
 
     Attributes:
         resets: bool[T, *batch], where a segment begins.

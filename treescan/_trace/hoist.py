@@ -141,9 +141,9 @@ def hoist_once(loop: Loop, known: dict[Hashable, Loop], changing: Sequence[bool]
 def _kind(loop: Loop) -> Hashable:
     """What the trace of a step depends on: the step, and the types of all that it is given."""
     leaves, structure = jax.tree.flatten((loop.consts, loop.state))
-    layers, of_layers = jax.tree.flatten(loop.xs)
-    of_one = tuple((shape[1:], *others) for shape, *others in map(_type, layers))
-    return loop.step, structure, tuple(map(_type, leaves)), of_layers, of_one
+    fed, of_feed = jax.tree.flatten(loop.xs)
+    of_one = tuple((shape[1:], *others) for shape, *others in map(_type, fed))
+    return loop.step, structure, tuple(map(_type, leaves)), of_feed, of_one
 
 
 def _type(leaf: object) -> tuple[Any, ...]:

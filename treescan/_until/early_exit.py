@@ -37,7 +37,7 @@ BRANCHING = 11
 
 
 class Progress(NamedTuple):
-    """How far a loop has come.
+    """How far a loop has come: the state of a loop that ends early.
 
     Attributes:
         holds: bool[*batch], the condition of the state; [] but where each row stops by itself.
