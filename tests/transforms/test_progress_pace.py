@@ -190,3 +190,16 @@ def test_no_step_has_a_branch_or_a_callback_and_no_state_passes_through_one(give
     assert not {"cond", "pure_callback", "debug_callback", "custom_vmap_call"} & inside
     found = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
     assert [[var.aval.str_short() for var in branch.outvars] for branch in found] == branches
+
+
+def test_the_steps_of_a_weak_init_are_one_program():
+    """Its weak type settles before the chunks that are reported: else the first step is compiled by itself."""
+
+    def run(init):
+        last = lambda c, x: (c + x, c)  # noqa: E731
+        return jax.make_jaxpr(lambda xs: treescan.scan(last, init, xs, save=2, progress=PACED))(XS).jaxpr
+
+    def programs(jaxpr):
+        return len({equation.params["jaxpr"] for equation in equations(jaxpr, "jit")})
+
+    assert programs(run(0.0)) == programs(run(jnp.float32(0)))

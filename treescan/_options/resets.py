@@ -23,9 +23,9 @@ from .._avals import (
 from .._errors import Misuse
 from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step
-from .._rows.axes import Begins, flags_given, with_axes
+from .._rows.axes import Begins, Spans, flags_given, with_axes
 from .._rows.leaves import expand, first_valid, pick_steps, select
-from .._rows.spans import Spans, at_rows, numbers_of, refuse_split_rows, turns
+from .._rows.spans import at_rows, numbers_of, refuse_split_rows, turns
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Stage, Transform
 from .reset_to import check_settled

@@ -172,9 +172,8 @@ class TracedBody:
     def axes_of_rows(self) -> RowAxes:
         """Where the rows are in the leaves of the carry, of x, of y and of what all steps share."""
         if self.rows is None or not self.batch:
-            named = self.constants, self.carry, self.x, self.y_vars
-            constants, carry, x, y = ((None,) * len(each) for each in named)
-            return RowAxes(Consts(inner=constants), carry, x, y)
+            constants, *others = ((None,) * len(each) for each in (self.constants, self.carry, self.x, self.y_vars))
+            return RowAxes(Consts(inner=constants), *others)
         consts, state, x, y = self.rows.axes
         carry = merge(self.loop.hoisted.fixed, self.rows.fixed, state)
         constants = self.loop.consts._replace(unchanged=()).spread(consts._replace(unchanged=()))
