@@ -214,6 +214,12 @@ def test_no_other_loop_primitive() -> None:
     assert not {m: n for m, tree in modules().items() for n in references(tree) if loops.fullmatch(n)}
 
 
+def test_the_core_branches_in_one_place() -> None:
+    branches = re.compile(r".*\blax\.(cond|switch|cond_p)")
+    found = {m for m, tree in modules().items() for name in references(tree) if branches.fullmatch(name)}
+    assert {module for module in found if folder_of(module) != "_options"} == {"_rows.run_or_leave"}
+
+
 def private_names(tree: ast.AST) -> list[str]:
     """The private names of other packages that are read or imported."""
     others = ("jax", "jaxlib", "jaxtyping", "beartype", "chex", "flax")

@@ -100,7 +100,7 @@ class _Chunk:
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         way, feed = scheduled(feed)
-        ways = [*(functools.partial(self._first_rows, tier) for tier in self.tiers[:-1]), self._all_rows]
+        ways: list[Step] = [*(functools.partial(self._first_rows, tier) for tier in self.tiers[:-1]), self._all_rows]
         return run_or_leave(way, ways, _as_it_is, consts, state, feed, in_turn=True)
 
     def _all_rows(self, consts: PyTree, carried: Carried, feed: Feed) -> tuple[Carried, None]:

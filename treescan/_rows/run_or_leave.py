@@ -18,14 +18,7 @@ from .leaves import ORDER, SCHEDULE
 
 
 def run_or_leave(
-    way: Array | None,
-    ways: Sequence[Step],
-    leave: Step,
-    consts: PyTree,
-    state: PyTree,
-    feed: Any,
-    *,
-    in_turn: bool = False,
+    way: Array | None, ways: Sequence[Step], leave: Step, *given: Any, in_turn: bool = False
 ) -> tuple[PyTree, PyTree]:
     """Runs one of several steps, or none of them.
 
@@ -34,25 +27,23 @@ def run_or_leave(
             elements of a vmap and on all devices, as `any_of_all` makes it. None: the last one runs, without a branch.
         ways: the steps.
         leave: the step that runs nothing. What it returns has the same types.
-        consts: what the step is given.
-        state: likewise.
-        feed: likewise.
+        given: consts, state and feed, which the step is given.
         in_turn: whether the steps, which have no y, are tried one after another. Of two branches XLA copies nothing if
             one only hands on what it is given.
     """
     if way is None:
-        return ways[-1](consts, state, feed)
+        return ways[-1](*given)
     if way.dtype == jnp.bool_:
-        return jax.lax.cond(way, ways[0], leave, consts, state, feed)
+        return jax.lax.cond(way, ways[0], leave, *given)
     if not in_turn or len(ways) == 1:
-        return jax.lax.switch(way, [leave, *ways], consts, state, feed)
+        return jax.lax.switch(way, [leave, *ways], *given)
 
     def some(consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, None]:
         for number, run in enumerate(ways, 1):
             state, _ = jax.lax.cond(way == number, run, leave, consts, state, feed)
         return state, None
 
-    return jax.lax.cond(way > 0, some, leave, consts, state, feed)
+    return jax.lax.cond(way > 0, some, leave, *given)
 
 
 def scheduled(feed: Feed) -> tuple[Array, Feed]:
