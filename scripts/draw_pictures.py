@@ -337,7 +337,7 @@ def _classes_of(argument: ast.expr) -> list[str]:
         return ["BeginSegments", "ResetRows", "EndsOfSequences"] if "dividing" in ast.unparse(argument) else []
     text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
     calls = {
-        "over": "OverRows",
+        "over": "FindRows",
         "over_axes": "OverAxes",
         "checking": "CheckFinite",
         "recording": "RecordOutputs",

@@ -34,7 +34,7 @@ SHOWN = (
     "_verbs/prepare.py:prepare",
     "_program/program.py:execute",
     "_transforms/call.py:Call.lay",
-    "_rows/over_rows.py:OverRows.__call__",
+    "_rows/find_rows.py:FindRows.__call__",
     "_trace/hoist.py:hoist",
     "_body/call.py:CallBody.__call__",
     "_body/carry.py:check_carry",

@@ -50,7 +50,7 @@ def unregistered(name: str, **hooks: Callable[..., Any]) -> Any:
     return type(name, (AbstractCarry,), {"__module__": __name__, **hooks})()
 
 
-def over_rows(init: Any, **options: Any) -> Any:
+def find_rows(init: Any, **options: Any) -> Any:
     return mask_scan(step, init, ROWS, lengths=LENGTHS, **options)
 
 
@@ -143,7 +143,7 @@ case()(
     plugin_of_no_pytree=lambda one: scan(
         lambda carry, x: (carry, one), {"seen": unregistered("NoPytree", **HOOKS)}, XS
     ),
-    plugin_rows_fails=lambda one: over_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
+    plugin_rows_fails=lambda one: find_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
     plugin_read_fails=lambda one: scan(
         step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
     ),
@@ -194,26 +194,26 @@ case()(
     cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
     carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS),
     # Where the rows stand.
-    plugin_rows_no_prefix=lambda one: over_rows(
+    plugin_rows_no_prefix=lambda one: find_rows(
         {"seen": count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})}
     ),
-    plugin_rows_of_no_field=lambda one: over_rows(
+    plugin_rows_of_no_field=lambda one: find_rows(
         {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}
     ),
-    plugin_rows_str=lambda one: over_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
-    plugin_rows_of_a_carry_within=lambda one: over_rows(
+    plugin_rows_str=lambda one: find_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
+    plugin_rows_of_a_carry_within=lambda one: find_rows(
         {"seen": count(running_sum(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
     ),
-    batch_not_in_custom_carry=lambda one: over_rows(
+    batch_not_in_custom_carry=lambda one: find_rows(
         {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
     ),
-    carry_axes_of_custom_carry=lambda one: over_rows(
+    carry_axes_of_custom_carry=lambda one: find_rows(
         {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": 1}
     ),
-    carry_axes_within_custom_carry=lambda one: over_rows(
+    carry_axes_within_custom_carry=lambda one: find_rows(
         {"loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": {"loss": {"value": 0}}}
     ),
-    carry_axes_no_prefix_beside_custom_carry=lambda one: over_rows(
+    carry_axes_no_prefix_beside_custom_carry=lambda one: find_rows(
         {"h": one * jnp.ones(2), "loss": ema(one * jnp.ones(2), 0.9)}, row_axes={"carry": {"h": {"a": 0}, "loss": 0}}
     ),
     # What the body returns.

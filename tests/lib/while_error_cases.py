@@ -18,14 +18,14 @@ def small(carry):
     return carry < 3
 
 
-def over_rows(one, body, cond=small, **options):
+def find_rows(one, body, cond=small, **options):
     return while_scan(cond, body, one * jnp.ones(3), max_length=4, **options)
 
 
 @case(less=("disable_jit",))
 def while_compact_over_a_condition_of_other_rows(one):
     limits = one * jnp.ones(3)
-    return over_rows(one, lambda carry, x: (carry + 1, x), lambda carry: limits < 3, compact=True)
+    return find_rows(one, lambda carry, x: (carry + 1, x), lambda carry: limits < 3, compact=True)
 
 
 @case(less=("disable_jit",))
@@ -89,7 +89,7 @@ case(less=("disable_jit",))(
 case()(
     while_condition_not_callable=lambda one: while_scan(True, step, one, XS),
     while_remat_auto=lambda one: while_scan(small, step, one, XS, remat="auto"),
-    while_rows_of_others=lambda one: over_rows(
+    while_rows_of_others=lambda one: find_rows(
         one, lambda carry, x: (carry, x), lambda carry: carry[0] < jnp.arange(4.0)
     ),
     while_rows_not_in_x=lambda one: while_scan(
@@ -106,7 +106,7 @@ case()(
         small, lambda carry, x: (carry + 1, jnp.int32(1)), one, XS, fill=0.5
     ),
     fori_longer_than_max_length=lambda one: fori(0, 5, lambda i, carry: carry, one, max_length=3),
-    while_compact_with_key=lambda one: over_rows(
+    while_compact_with_key=lambda one: find_rows(
         one, named("body", lambda carry, x, *, key: (carry, None)), key=jax.random.key(0), compact=True
     ),
     while_valid_without_rows=lambda one: while_scan(small, lambda carry, x, *, valid: (carry + 1, valid), one, XS),

@@ -15,7 +15,7 @@ from generated.shrink import shrink
 from thin import parametrize
 
 import treescan
-from treescan._rows import over_rows
+from treescan._rows import find_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -114,7 +114,7 @@ def test_what_the_contract_of_mask_scan_excludes(monkeypatch, name):
     last = Instruction(Value("v3", Type(True, (3,))), "jnp.tanh({0} + {1})", ("v0", "v2"))
     program = SMALL.replace(body=(*body, last), nxt=("v3",), valid="valid" in reads, padding="inf", mode=("value",))
     check(program)
-    monkeypatch.setattr(over_rows, "_see_own_values", lambda *_: True)
+    monkeypatch.setattr(find_rows, "_see_own_values", lambda *_: True)
     if name in ("custom_vjp", "an effect"):  # no step of these is run in place, whatever the contract says
         check(program)
     else:

@@ -116,7 +116,7 @@ class Padded(NamedTuple, Generic[X]):
 _Batch: TypeAlias = Padded[Any] | Packed[Any]
 
 
-def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
+def take_batches_apart(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
     """The data of xs, and the rows of the batches in it; those of anything else as they were given.
 
     Raises:

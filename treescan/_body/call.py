@@ -138,7 +138,7 @@ class CallBody:
         body: the body.
         convention: how it is called, and what it returns.
         sees_valid: whether the body takes `valid`.
-        told: another keyword that the body takes, or None.
+        keyword: another keyword that the body takes, or None.
         frozen: whether the state, xs or consts hold static leaves, which the body sees in their place.
         custom: the classes of the custom carries that the state holds.
     """
@@ -146,7 +146,7 @@ class CallBody:
     body: Body
     convention: Convention = SCAN
     sees_valid: bool = False
-    told: Keyword | None = None
+    keyword: Keyword | None = None
     frozen: bool = False
     custom: tuple[type, ...] = ()
 
@@ -161,8 +161,8 @@ class CallBody:
             keywords["key"] = jax.random.fold_in(key, position)
         if self.sees_valid and feed.valid is not None:
             keywords["valid"] = feed.valid
-        if self.told is not None and (value := self.told.slot.of(feed)) is not None:
-            keywords[self.told.slot.name] = value
+        if self.keyword is not None and (value := self.keyword.slot.of(feed)) is not None:
+            keywords[self.keyword.slot.name] = value
         # The carry that the body returns is compared with another copy than it is given.
         given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), args and thaw(copied(args))
         others = (*x, *args) if convention.spread else (x,)
@@ -186,7 +186,7 @@ class CallBody:
             out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
-            returned, new_state, y = _split(convention, out, given, x[1:] if convention.spread else ())
+            returned, new_state, y = _split_result(convention, out, given, x[1:] if convention.spread else ())
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
             check_carry(convention, name, kept, new, y if own is None else new_state, out)
             if self.custom:
@@ -241,7 +241,7 @@ def carry_name(body: Body, convention: Convention) -> str:
     return names[convention.place] if len(names) > convention.place else convention.carry
 
 
-def _split(
+def _split_result(
     convention: Convention, out: PyTree, carry: PyTree, own: tuple[PyTree, ...]
 ) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, a layer's state and y, by the verb's convention; `own` is what a layer is given as xs."""

@@ -9,7 +9,7 @@ How it works, for weights W that are the same in every step (`products.py` finds
 1. The derivative of a product `a W` is `da W + a dW`. The first part stays in the loop, as `da` waits for the step
    before. The second needs only what `a` was in each step, and that is known once the chunk has run.
 2. So the chunk runs once, keeps each `a`, and has zeros added to each product (`Recorded`). Its tangent is taken with
-   respect to these zeros, too: for all steps, `a dW` is one product, and enters there (`_push_forward`).
+   respect to these zeros, too: for all steps, `a dW` is one product, and enters there (`_jvp_at_once`).
 3. JAX transposes this. The loop in reverse returns the cotangents of the zeros, `[C, ...]`, and the cotangent of W is
    one product of them with every `a`. No step waits for it.
 
@@ -61,7 +61,7 @@ from .._trace.smooth import fill_in, nonzero_part, smooth_part
 from .._trace.steps import array_of
 from .._trace.trace import Trace
 from .._trace.transposed import mapped_later, push_plainly
-from .products import ELEMENTWISE, Deferred, Parts, Reads, Slot, Split, products_of_step, slots_of
+from .products import ELEMENTWISE, Deferred, Parts, Reads, Split, TangentSlot, products_of_step, slots_of
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Primitive
@@ -202,7 +202,7 @@ class Recorded:
 
     split: Split
     deferred: tuple[Deferred, ...]
-    slots: tuple[Slot, ...]
+    slots: tuple[TangentSlot, ...]
 
     def __call__(self, consts: PyTree, state: Leaves, feed: Feed) -> tuple[Leaves, Any]:
         (reads, weights), (early, fed, added) = consts, feed.x
@@ -258,7 +258,7 @@ def run_split(plan: Plan, split: Split, given: Arrays) -> tuple[Leaves, Leaves]:
 
     def rule(primals: tuple[Arrays], tangents: tuple[Arrays]) -> tuple[Any, Any]:
         try:
-            return _push_forward(apart, split, primals[0], tangents[0])
+            return _jvp_at_once(apart, split, primals[0], tangents[0])
         except Unproven:
             whole = functools.partial(_forward, apart, split)
             return push_plainly(whole, *primals, *tangents, branches=has_branches(split.derivative.rest))
@@ -272,7 +272,7 @@ def _forward(plan: Plan, split: Split, given: Arrays) -> tuple[Leaves, Leaves]:
     return run(plan.having(step=Forward(split)), Arrays((reads, early), state, Feed((jnp.arange(plan.length), fed))))
 
 
-def _push_forward(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> tuple[Any, Any]:
+def _jvp_at_once(plan: Plan, split: Split, given: Arrays, d_given: Arrays) -> tuple[Any, Any]:
     """The results and their tangents.
 
     The early values are computed before the loop, their tangents too. One that is added to deferred products is a

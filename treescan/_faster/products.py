@@ -29,8 +29,8 @@ from .._trace.equations import (
     branches_on_devices,
     called,
     equations_within,
+    has_primitives,
     has_reverse_rule,
-    holds,
     inlined,
     inputs_of,
     named_axes,
@@ -165,12 +165,14 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
     for many steps at once.
     """
     traced, (_, y) = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(consts, state, feed)
-    return _split(traced, Arrays(*map(jax.tree.leaves, (consts, state, feed))), state, y)
+    return _split_step(traced, Arrays(*map(jax.tree.leaves, (consts, state, feed))), state, y)
 
 
-def _split(traced: ClosedJaxpr, given: Arrays, state: PyTree, y: PyTree) -> Split | None:
+def _split_step(traced: ClosedJaxpr, given: Arrays, state: PyTree, y: PyTree) -> Split | None:
     jaxpr = traced.jaxpr
-    left_alone = has_reverse_rule(jaxpr) or holds(jaxpr, _OTHER_MESH) or branches_on_devices(jaxpr) or named_axes(jaxpr)
+    left_alone = (
+        has_reverse_rule(jaxpr) or has_primitives(jaxpr, _OTHER_MESH) or branches_on_devices(jaxpr) or named_axes(jaxpr)
+    )
     if traced.effects or not _holds_products(jaxpr) or left_alone:
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):
@@ -186,7 +188,7 @@ def _split(traced: ClosedJaxpr, given: Arrays, state: PyTree, y: PyTree) -> Spli
     derivative, numbers = found.parts(reads, early)
     return Split(
         closed=list(traced.consts),
-        once=found.part(reads[len(once) :], once, found.needed(once, set())),
+        once=found.subprogram(reads[len(once) :], once, found.needed(once, set())),
         forward=found.parts(reads, found.early(LARGE))[0],
         derivative=derivative,
         deferred=tuple(Deferred(numbers[id(p.equation)], p.operand, reads.index(p.same)) for p in deferred),
@@ -246,7 +248,7 @@ class _Found:
         """The equations that compute the outputs from the inputs and what is given."""
         return needed(self.jaxpr.eqns, list(outputs), given)
 
-    def part(self, inputs: Iterable[Var], outputs: Iterable[Atom], equations: list[JaxprEqn]) -> Jaxpr:
+    def subprogram(self, inputs: Iterable[Var], outputs: Iterable[Atom], equations: list[JaxprEqn]) -> Jaxpr:
         """These equations as an open jaxpr."""
         return self.jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=equations)
 
@@ -255,8 +257,8 @@ class _Found:
         rest = self.needed(self.jaxpr.outvars, {*early, *reads})
         inputs = Reads(reads, early, self.inputs.state, self.inputs.xs)
         parts = Parts(
-            self.part([*reads, *inputs.fed], early, self.needed(early, set(reads))),
-            self.part(jax.tree.leaves(inputs), self.jaxpr.outvars, rest),
+            self.subprogram([*reads, *inputs.fed], early, self.needed(early, set(reads))),
+            self.subprogram(jax.tree.leaves(inputs), self.jaxpr.outvars, rest),
             inputs,
         )
         return parts, {id(equation): number for number, equation in enumerate(rest)}
@@ -352,7 +354,7 @@ def _decides(equation: JaxprEqn) -> bool:
 _ADDITIONS = frozenset({"add", "add_any"})
 
 
-class Slot(NamedTuple):
+class TangentSlot(NamedTuple):
     """Where a tangent enters a step that was computed for all steps at once.
 
     Attributes:
@@ -366,7 +368,7 @@ class Slot(NamedTuple):
     early: tuple[int, ...] = ()
 
 
-def slots_of(rest: Jaxpr, early: Sequence[Var], deferred: Sequence[Deferred]) -> tuple[Slot, ...]:
+def slots_of(rest: Jaxpr, early: Sequence[Var], deferred: Sequence[Deferred]) -> tuple[TangentSlot, ...]:
     """One slot for each sum of such values, or for a product that is in none.
 
     Args:
@@ -384,7 +386,8 @@ def slots_of(rest: Jaxpr, early: Sequence[Var], deferred: Sequence[Deferred]) ->
         if total in members:
             members[total][1].append(i)
     return tuple(
-        Slot(sums.made_by[total], tuple(products), tuple(values)) for total, (products, values) in members.items()
+        TangentSlot(sums.made_by[total], tuple(products), tuple(values))
+        for total, (products, values) in members.items()
     )
 
 

@@ -14,7 +14,7 @@ from .._avals import PyTree
 from .feed import Feed, Slot, slots_of
 from .loop import Arrays, Plan, Step
 from .run import in_one_mesh, run
-from .sizes import Around
+from .sizes import AroundChunk
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class Level:
     """
 
     size: int
-    around: Around | None = None
+    around: AroundChunk | None = None
     slots: tuple[Slot[Any], ...] = ()
     outputs: Callable[[RunChunk], Step] | None = None
 
-    def inside(self, around: Around, slots: tuple[Slot[Any], ...] = ()) -> Level:
+    def inside(self, around: AroundChunk, slots: tuple[Slot[Any], ...] = ()) -> Level:
         """The level inside of something more that is put around its chunks, which has entries in these slots."""
         around = around if self.around is None else Outside(self.around, around)
         return dataclasses.replace(self, around=around, slots=(*self.slots, *slots))
@@ -44,8 +44,8 @@ class Level:
 class Outside:
     """What is put around chunks: something, and something else around that."""
 
-    inner: Around
-    outer: Around
+    inner: AroundChunk
+    outer: AroundChunk
 
     @property
     def recomputes(self) -> bool:
@@ -57,7 +57,7 @@ class Outside:
         return self.outer(self.inner(step, looped), looped)
 
 
-def recomputes(around: Around | None) -> bool:
+def recomputes(around: AroundChunk | None) -> bool:
     """Whether what is put around chunks has the gradient compute them once more."""
     return bool(getattr(around, "recomputes", False))
 
@@ -126,7 +126,7 @@ def run_chunked(plan: Plan, levels: tuple[Level, ...], given: Arrays) -> tuple[P
     consts, state, xs = given
     if left == plan.length:
         return last(consts, state, _first_entries(xs, levels[-1]))
-    main, rest = _split(xs, plan.length - left, levels)
+    main, rest = _split_feed(xs, plan.length - left, levels)
     whole = plan.having(length=plan.length - left)  # without xs, nothing else says how many these are
     if not left:
         return _run_main(whole, levels, Arrays(consts, state, main))
@@ -153,7 +153,7 @@ def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
     return step if level.around is None else level.around(step, looped)
 
 
-def _split(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]:
+def _split_feed(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]:
     """The feed of all whole chunks of the last level, which hold the first `steps` steps, and that of the rest."""
     last, units = levels[-1], {slot: level.size for level in levels for slot in level.slots}
     main, rest = _group(xs._replace(extra=None), steps, last.size)

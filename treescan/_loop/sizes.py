@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeAlias
 from .feed import Slot
 from .loop import Loop, Step
 
-Around: TypeAlias = Callable[[Step, bool], Step]
+AroundChunk: TypeAlias = Callable[[Step, bool], Step]
 """What is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether that step is the
 step of a loop, or runs once, for the remainder."""
 
-Put: TypeAlias = Callable[[Loop, int], tuple[Loop, Around]]
+Put: TypeAlias = Callable[[Loop, int], tuple[Loop, AroundChunk]]
 """Makes, from the loop and the size that was planned, what is put around the chunks, and the loop that feeds them."""
 
 
@@ -38,7 +38,7 @@ class Wish(NamedTuple):
     outside: bool = False
 
     @classmethod
-    def around(cls, size: int, around: Around) -> Wish:
+    def around(cls, size: int, around: AroundChunk) -> Wish:
         """A wish for approximately this size, with the same around chunks of any size."""
         return cls(size, put=lambda loop, size: (loop, around))
 

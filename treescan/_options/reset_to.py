@@ -76,7 +76,7 @@ def check_targets(
     try:
         axes = spread_carry_axes(carry_axes, arrays, root, batch)
     except Fault:
-        return flags  # `OverRows` is the first transform, and refuses such a carry with more advice
+        return flags  # `FindRows` is the first transform, and refuses such a carry with more advice
     check = functools.partial(_checked, adopted.init, axes, root)
     if flags.inits is not None:
         assert flags.spans is not None

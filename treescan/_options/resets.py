@@ -61,14 +61,14 @@ class KeepEnds:
     count: int
 
     def __call__(self, consts: PyTree, state: Any, feed: Feed) -> tuple[PyTree, PyTree]:
-        ends, inner = _split(state, held=self.held)
+        ends, inner = _without_ends(state, held=self.held)
         ending, feed = END.take(feed)
         inner, y = self.step(consts, inner, feed)
         rows = jnp.arange(ending.shape[0], dtype=jnp.int32)
         places = select(ending > 0, ending - 1, self.count + rows)  # no two are the same
         pairs = [(leaf, axis) for leaf, axis in zip(jax.tree.leaves(inner), self.axes, strict=True) if axis is not None]
         ends = [_put(end, leaf, places, axis) for end, (leaf, axis) in zip(ends, pairs, strict=True)]
-        return _join(ends, inner, held=self.held), y
+        return _with_ends(ends, inner, held=self.held), y
 
 
 def _put(end: Array, leaf: Array, places: Array, axis: int) -> Array:
@@ -80,7 +80,7 @@ def _put(end: Array, leaf: Array, places: Array, axis: int) -> Array:
     return on_automatic_axes(put, parts_of(end), end, leaf, places)
 
 
-def _split(state: Any, *, held: bool) -> tuple[list[Array], PyTree]:
+def _without_ends(state: Any, *, held: bool) -> tuple[list[Array], PyTree]:
     """The ends, and the state of before."""
     if not held:
         return state
@@ -88,7 +88,7 @@ def _split(state: Any, *, held: bool) -> tuple[list[Array], PyTree]:
     return ends, (outputs, inner)
 
 
-def _join(ends: list[Array], inner: Any, *, held: bool) -> PyTree:
+def _with_ends(ends: list[Array], inner: Any, *, held: bool) -> PyTree:
     if not held:
         return ends, inner
     outputs, inner = inner
@@ -116,14 +116,14 @@ class EndsOfSequences(Transform):
         step = KeepEnds(loop.step, kept, held, spans[0].shape[0])
         loop = loop.having(
             step=step,
-            state=_join(starts, loop.state, held=held),
+            state=_with_ends(starts, loop.state, held=held),
             xs=END.put(loop.xs, ending),
         )
         outputs = sum(loop.masked.outputs.held)
         loop = with_axes(loop, state=(*axes[:outputs], *(None,) * len(starts), *axes[outputs:]))
 
         def finish(state: PyTree) -> PyTree:
-            ends, inner = _split(state, held=held)
+            ends, inner = _without_ends(state, held=held)
             found = iter(ends)
             pairs = zip(jax.tree.leaves(inner), kept, strict=True)
             return jax.tree.unflatten(structure, [leaf if axis is None else next(found) for leaf, axis in pairs])
@@ -179,13 +179,13 @@ def begin(
     def of_leaf(leaf: Array, target: Array | None, axis: int | None, is_table: bool) -> Array:
         if axis is None or target is None:
             return leaf
-        new = _rows_of(target, flags, axis, leaf) if is_table else target
+        new = _entries_of(target, flags, axis, leaf) if is_table else target
         return select(expand(begins, leaf, axis), new if new.dtype == leaf.dtype else new.astype(leaf.dtype), leaf)
 
     return [of_leaf(*each) for each in zip(state, targets, axes, tables, strict=True)]
 
 
-def _rows_of(table: Array, numbers: Array, axis: int, leaf: Array) -> Array:
+def _entries_of(table: Array, numbers: Array, axis: int, leaf: Array) -> Array:
     """For each row of a leaf the entry of its number, counted from 1; of a row that has none any entry."""
 
     def entries(table: Array, numbers: Array) -> Array:

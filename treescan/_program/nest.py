@@ -43,18 +43,18 @@ def run_levels(loop: Loop) -> tuple[PyTree, PyTree]:
     whole, left = in_rounds(loop)
     whole, levels = plan(whole)
     if left is None:
-        return _run(whole, levels)
+        return _run_planned(whole, levels)
     step, feed = left
     if loop.reverse:
         state, last = step(whole.consts, whole.state, feed)
-        state, ys = _run(whole.having(state=state), levels)
+        state, ys = _run_planned(whole.having(state=state), levels)
     else:
-        state, ys = _run(whole, levels)
+        state, ys = _run_planned(whole, levels)
         state, last = step(whole.consts, state, feed)
     return state, _append(loop, ys, last)
 
 
-def _run(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+def _run_planned(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     if loop.keeps is None:
         return run_chunked(loop.plan, levels, loop.arrays)
     return run_keeping(loop.plan, levels, loop.arrays, loop.keeps)

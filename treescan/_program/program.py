@@ -92,11 +92,11 @@ def execute(program: Program, given: Arguments, programs: Memo, *, moves: bool =
         key: Hashable = ("jit", donates, program, is_rewriting(), debugs_nans(), checks_key_reuse())
         donated = (0,) if donates else ()
         compiled: Callable[[PyTree, Arguments], Any] = programs.program(
-            key, lambda: jax.jit(functools.partial(_run, program), donate_argnums=donated)
+            key, lambda: jax.jit(functools.partial(_with_init, program), donate_argnums=donated)
         )
         return compiled(given.init, given._replace(init=None))
     return program(given)
 
 
-def _run(program: Program, init: PyTree, given: Arguments) -> Any:
+def _with_init(program: Program, init: PyTree, given: Arguments) -> Any:
     return program(given._replace(init=init))

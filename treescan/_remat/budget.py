@@ -208,7 +208,7 @@ def _saved_of_step(loop: Loop, step: Step, *, of_xs: bool) -> Saved:
     differentiated = len(jax.tree.leaves(given if of_xs else given[:2]))
     step = _without_symbolic_zeros(loop, step) if has_symbolic_zeros(loop.hoisted.jaxpr) else step
     try:
-        return _saved(step, given, differentiated)
+        return _saved_by_vjp(step, given, differentiated)
     except Exception as error:  # whatever JAX or a rule of the user says: the gradient would say it too
         says = " ".join(str(error).partition("\n\n")[0].split())
     raise NoGradient(
@@ -218,7 +218,7 @@ def _saved_of_step(loop: Loop, step: Step, *, of_xs: bool) -> Saved:
     )
 
 
-def _saved(step: Step, given: tuple[Any, Leaves, Feed], differentiated: int) -> Saved:
+def _saved_by_vjp(step: Step, given: tuple[Any, Leaves, Feed], differentiated: int) -> Saved:
     """What the gradient saves, with respect to the floating-point leaves among so many of the first ones."""
     read = list[bool]()
 

@@ -17,7 +17,7 @@ from .._avals import Leaves, PyTree, devices_of, is_key, is_mutable, is_sharded,
 from .._loop.chunk import RunChunk
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Plan, Step
-from .._trace.equations import aval_of, called, holds, jaxprs_within
+from .._trace.equations import aval_of, called, has_primitives, jaxprs_within
 from .._trace.rewriting import is_rewriting
 from .._trace.smooth import smooth_part
 from .._trace.trace import Trace
@@ -124,7 +124,7 @@ def relates(jaxpr: Jaxpr) -> bool:
     Two loops may round such a relation in two ways for many values at once: XLA may contract a product into the
     difference that is compared with 0 in one of them, and not in the other.
     """
-    return chooses(jaxpr) and (compares(jaxpr) or holds(jaxpr, _JUMP | {"eq", "ne"}))
+    return chooses(jaxpr) and (compares(jaxpr) or has_primitives(jaxpr, _JUMP | {"eq", "ne"}))
 
 
 def _chooses(equation: JaxprEqn) -> bool:
@@ -256,7 +256,7 @@ def checkpoint(function: Callable[..., Any], *, prevent_cse: bool, policy: Polic
     return checkpointed
 
 
-def reading(kept: PyTree, reads: PyTree) -> PyTree:
+def depending_on(kept: PyTree, reads: PyTree) -> PyTree:
     """What a branch is given of a state, as values that depend on the large arrays that it reads.
 
     Before 0.12, JAX returns from a branch every array that its gradient reads, and zeros of the same shape from all

@@ -350,15 +350,15 @@ def _check(loops: list[Loop], policy: Any) -> None:
     unknown = [name for name in asked if name not in given]
     if unknown:
         body = describe_body([loop.body.function for loop in loops])
-        known = f"It has the names {_listed(given)}." if given else "It has no names."
+        known = f"It has the names {_quoted(given)}." if given else "It has no names."
         warn_user(
-            f"The policy of `remat` refers to the name {_listed(unknown)}, which no value in {body} has. {known} "
+            f"The policy of `remat` refers to the name {_quoted(unknown)}, which no value in {body} has. {known} "
             f'`jax.ad_checkpoint.checkpoint_name(value, "{unknown[0]}")` gives a value this name.',
             UserWarning,
         )
 
 
-def _listed(names: Sequence[str]) -> str:
+def _quoted(names: Sequence[str]) -> str:
     return ", ".join(f'"{name}"' for name in names)
 
 

@@ -311,7 +311,7 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
     )
 
 
-def rows_of(trace: Trace, axes: RowAxes, y_axes: Prefix) -> Rows:
+def rows_after_trace(trace: Trace, axes: RowAxes, y_axes: Prefix) -> Rows:
     """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
     fixed, state = map(tuple, split(trace.fixed, axes.state))
     return Rows(axes._replace(consts=axes.consts._replace(unchanged=fixed), state=state), y_axes, fixed)

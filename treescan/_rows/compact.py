@@ -128,7 +128,7 @@ def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[i
         )
     refuse_symbolic(batch[0], "compact", of="rows")
     if not isinstance(compact, bool):
-        return (*_within(compact, batch[0]), batch[0])
+        return (*_below(compact, batch[0]), batch[0])
     return spread_tiers(batch[0])
 
 
@@ -145,7 +145,7 @@ def fewer_tiers(tiers: tuple[int, ...], jaxpr: Any) -> tuple[int, ...]:
     return tuple(sorted({math.ceil(tiers[-1] / part) for part in LARGE_PARTS}))
 
 
-def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
+def _below(tiers: tuple[int, ...], rows: int) -> list[int]:
     above = [tier for tier in tiers if tier > rows]
     if above:
         raise Misuse(

@@ -123,7 +123,7 @@ class RowMask:
 
     def some(self) -> Array:
         """bool[]: whether any row is valid."""
-        return self._made((), lambda: self._some(self.valid))
+        return self._once((), lambda: self._some(self.valid))
 
     def select(self, new: Array, old: Array, axis: int | None) -> Array:
         """`new` for valid rows, `old` for others; for a leaf without rows (None), `new` if any row is valid.
@@ -135,12 +135,12 @@ class RowMask:
         if any(map(is_sharded, (self.valid, new, old))) or new.dtype != old.dtype or old.ndim not in (0, new.ndim):
             return select(expand(self.valid, new, axis), new, old)
         dimensions = tuple(range(axis, axis + self.valid.ndim))
-        mask = self._made((new.shape, axis), lambda: jax.lax.broadcast_in_dim(self.valid, new.shape, dimensions))
+        mask = self._once((new.shape, axis), lambda: jax.lax.broadcast_in_dim(self.valid, new.shape, dimensions))
         if old.shape != new.shape:
             old = jax.lax.broadcast_in_dim(old, new.shape, tuple(range(old.ndim)))
         return select_n(mask, old, new)
 
-    def _made(self, key: tuple[Any, ...], make: Callable[[], Array]) -> Array:
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Array]) -> Array:
         if key not in self._shaped:
             self._shaped[key] = make()
         return self._shaped[key]
@@ -316,13 +316,13 @@ def most_of_devices(counts: Array) -> Array:
 
 
 @custom_vmap
-def _lend(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+def _substitute(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
     own, mesh = jnp.ones((), bool), mesh_of((have, leaves))
     return leaves, [own if mesh is None else in_mesh(own, mesh)] * len(leaves)
 
 
-@_lend.def_vmap
-def _lend_rule(
+@_substitute.def_vmap
+def _substitute_rule(
     axis_size: int, in_batched: list[Any], have: Array, leaves: list[Array]
 ) -> tuple[tuple[list[Array], list[Array]], tuple[list[bool], list[bool]]]:
     """Fills in the elements of one mapped axis, then asks the next axis out for those that found no lender in it."""
@@ -345,7 +345,7 @@ def _lend_rule(
             for leaf, batched in zip(leaves, leaves_batched, strict=True)
         ]
     # The next axis out lends to whole elements: a leaf that is mapped here keeps this axis as one of its own.
-    lent, outer_own = _lend(have_any, filled)
+    lent, outer_own = _substitute(have_any, filled)
     flags = [
         jnp.where(have_any, own, outer) if batched and have_batched else outer
         for outer, batched in zip(outer_own, leaves_batched, strict=True)
@@ -354,10 +354,10 @@ def _lend_rule(
     return (lent, flags), (list(leaves_batched), flags_batched)
 
 
-_lend_traced_once = jax.jit(_lend, inline=True)  # for each list of types
+_lend_traced_once = jax.jit(_substitute, inline=True)  # for each list of types
 
 
-def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
+def substitute_elements(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
     """Gives elements of mapped axes that have nothing good the values of one that has.
 
     Args:
@@ -373,7 +373,7 @@ def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
     return jax.tree.unflatten(structure, lent), own
 
 
-def lend_to_elements(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+def substitute_over_elements(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
     """Lends a list of leaves between the elements of mapped axes, and never between devices."""
     return _lend_traced_once(have, leaves) if leaves else ([], [])
 
@@ -409,7 +409,7 @@ def _choose(flag: Array, own: Array, other: Array) -> Array:
     return select(shaped, own, other)
 
 
-def lend_rows(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> Sequence[Array]:
+def substitute_rows(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> Sequence[Array]:
     """Leaves that are the same in every step: rows without any valid step have another row's."""
     if all(axis is None for axis in axes) or 0 in valid.shape:
         return leaves

@@ -34,11 +34,11 @@ from .leaves import (
     choose_own,
     first_valid,
     last_set,
-    lend,
-    lend_rows,
-    lend_to_elements,
     pick_steps,
     select,
+    substitute_elements,
+    substitute_over_elements,
+    substitute_rows,
     take_row,
     unless_alone,
 )
@@ -299,7 +299,7 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
     consts: Consts = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
-        consts = consts._replace(unchanged=lend_rows(consts.unchanged, fixed_axes, valid))
+        consts = consts._replace(unchanged=substitute_rows(consts.unchanged, fixed_axes, valid))
         loop = loop.having(consts=consts)
     good, consts = _good_pair(loop, axes, lengths, share=share)
     decided = not is_untraced(loop) and loop.trace is not None and decides(loop.hoisted.jaxpr)
@@ -330,9 +330,9 @@ def _good_pair(loop: Loop, axes: RowAxes, lengths: Array | None, *, share: bool)
     else:
         good, have = _own_pairs(loop, xs, lengths, (axes.state, axes.x))
     closed, consts = consts.closed, consts._replace(closed=None)
-    (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
+    (good, lent), own = substitute_elements(have, (good, jax.lax.stop_gradient(consts)))
     consts = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
-    return good, consts if closed is None else consts._replace(closed=lend_closed(closed, have))
+    return good, consts if closed is None else consts._replace(closed=substitute_closed(closed, have))
 
 
 def _own_pairs(
@@ -346,7 +346,7 @@ def _own_pairs(
     return own_pairs(state, xs, (have, first), axes), any_of(have)
 
 
-def lend_closed(closed: list[Any], have: Array) -> list[Any]:
+def substitute_closed(closed: list[Any], have: Array) -> list[Any]:
     """What a body closes over; under vmap, an element that has nothing valid is given another element's.
 
     Only what is traced can be mapped. Devices do not lend to each other: a body may gather what it closes over, and
@@ -354,6 +354,6 @@ def lend_closed(closed: list[Any], have: Array) -> list[Any]:
     """
     traced = [i for i, value in enumerate(closed) if isinstance(value, Tracer)]
     mine = [closed[i] for i in traced]
-    lent, own = lend_to_elements(have, jax.lax.stop_gradient(mine))
+    lent, own = substitute_over_elements(have, jax.lax.stop_gradient(mine))
     chosen = dict(zip(traced, choose_own(mine, lent, own), strict=True))
     return [chosen.get(i, value) for i, value in enumerate(closed)]

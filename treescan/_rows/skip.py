@@ -19,9 +19,9 @@ from .._avals import PyTree, is_key, promoted
 from .._cpu import backend
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step, is_untraced
-from .._loop.sizes import LARGEST, Around, Wish, chunk_size
+from .._loop.sizes import LARGEST, AroundChunk, Wish, chunk_size
 from .._outputs.outputs import is_thinned
-from .._remat.checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, relates, rolled
+from .._remat.checkpoint import Checkpointed, checkpoint, chooses, depending_on, policy_of_chunk, relates, rolled
 from .._trace.rewriting import is_rewriting
 from .._transforms.refuse import refuse_symbolic, refuse_with_refs
 from .._transforms.transform import Stage, Transform
@@ -100,7 +100,7 @@ class RunLive:
         if self.remat.recomputes and _may_nest((consts, state, feed)):
             # Otherwise the other branches would write zeros for all values that one of these saves.
             branches[1:] = [checkpoint(branch, prevent_cse=False) for branch in branches[1:]]
-        leave, *ways = map(_reading, branches) if self.reads_again else branches
+        leave, *ways = map(_depending, branches) if self.reads_again else branches
         return run_or_leave(way, ways, leave, consts, state, feed)
 
     def _nothing(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
@@ -231,11 +231,11 @@ class ScheduleChunks:
     remat: ChunkRemat
     rules: bool
 
-    def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
+    def __call__(self, loop: Loop, size: int) -> tuple[Loop, AroundChunk]:
         rows, valid = loop.masked, loop.xs.valid
         rules = self.rules and loop.hoisted.products
         recomputed, only = loop.remat is not None, size == loop.length
-        around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
+        around = _AroundScheduled(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
         lengths = flags_given(loop).lengths if len(self.tiers) == 1 and isinstance(loop.length, int) else None
         if lengths is None:
             schedule = make_schedule(valid, size, self.tiers)
@@ -245,7 +245,7 @@ class ScheduleChunks:
 
 
 @dataclass(frozen=True)
-class _Around:
+class _AroundScheduled:
     """What is put around the step that runs a chunk; `only` if there is but one, `rules` if it may have a rule.
 
     With `recomputed`, the gradient computes its steps again.
@@ -275,8 +275,8 @@ class _Around:
         return RunLive(step, tiers, self.axes, self.idle, remat, looped, reads_again)
 
 
-def _reading(branch: Step) -> Step:
-    return lambda consts, state, feed: branch(consts, reading(state, consts), feed)
+def _depending(branch: Step) -> Step:
+    return lambda consts, state, feed: branch(consts, depending_on(state, consts), feed)
 
 
 def _may_nest(tree: PyTree) -> bool:

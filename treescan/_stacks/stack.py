@@ -453,10 +453,12 @@ def init_layers(
             least=1,
             small="Give an int of at least 1.",
         )
-        return add_layer_axis(thaw_static(_run(init, key, count, args, shardings)), layer_axis_name)
+        return add_layer_axis(thaw_static(_init_layers(init, key, count, args, shardings)), layer_axis_name)
 
 
-def _run(init: Callable[..., PyTree], key: Array | None, n: int, args: tuple[PyTree, ...], shardings: PyTree) -> PyTree:
+def _init_layers(
+    init: Callable[..., PyTree], key: Array | None, n: int, args: tuple[PyTree, ...], shardings: PyTree
+) -> PyTree:
     if not callable(init):
         raise BodyFault(
             f"{{verb}} needs a function that makes a layer, but got {describe_argument(init)}.",

@@ -34,8 +34,8 @@ class CarryState(Placed):
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         inner, stacks, number = state
-        told, others = feed.x
-        number = number if told is None else told
+        given_number, others = feed.x
+        number = number if given_number is None else given_number
         own = [_read(stack, number) for stack in stacks[self.place]]
         x = jax.tree.unflatten(self.structure, [*others, *own])
         inner, y = self.step(consts, inner, feed._replace(x=x))
@@ -81,8 +81,8 @@ class CarryStates(Transform):
         state = (loop.state, stacks, jnp.full((), turns[0].length - 1, numbers.dtype))
         carried = list[Loop]()
         for place, (turn, (leaves, structure), first) in enumerate(zip(turns, flat, firsts, strict=True)):
-            told = numbers[: turn.length] if place == (len(turns) - 1 if loop.reverse else 0) else None
-            xs = turn.xs._replace(x=(told, leaves[:first]))
+            given_number = numbers[: turn.length] if place == (len(turns) - 1 if loop.reverse else 0) else None
+            xs = turn.xs._replace(x=(given_number, leaves[:first]))
             step = CarryState(turn.step, place, structure)
             carried.append(turn.having(step=step, state=state, xs=xs, trace=None))
 

@@ -142,7 +142,7 @@ def equations_within(jaxpr: Jaxpr) -> list[JaxprEqn]:
     return found
 
 
-def holds(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
+def has_primitives(jaxpr: Jaxpr, names: frozenset[str]) -> bool:
     """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
     return not names.isdisjoint(map(operator.attrgetter("primitive.name"), equations_within(jaxpr)))
 
@@ -163,7 +163,7 @@ def has_reverse_rule(jaxpr: Jaxpr) -> bool:
 
     In a rule of `jax.custom_jvp` it cannot be mapped any more: the gradient of a `jax.vmap` of it would fail.
     """
-    return holds(jaxpr, _REVERSE_RULES)
+    return has_primitives(jaxpr, _REVERSE_RULES)
 
 
 def has_symbolic_zeros(jaxpr: Jaxpr) -> bool:
@@ -176,7 +176,7 @@ def has_symbolic_zeros(jaxpr: Jaxpr) -> bool:
 
 def has_branches(jaxpr: Jaxpr) -> bool:
     """Whether anything in a jaxpr is a branch."""
-    return holds(jaxpr, _BRANCHES)
+    return has_primitives(jaxpr, _BRANCHES)
 
 
 def branches_on_devices(jaxpr: Jaxpr) -> bool:

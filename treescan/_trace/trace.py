@@ -20,8 +20,8 @@ from .equations import (
     branches_on_devices,
     called_without_rule,
     has_branches,
+    has_primitives,
     has_reverse_rule,
-    holds,
     named_axes,
     origins,
     silenced,
@@ -143,7 +143,7 @@ class Trace:
     @functools.cached_property
     def products(self) -> bool:
         """Whether it multiplies matrices."""
-        return any(holds(jaxpr, PRODUCTS) for jaxpr in self.programs)
+        return any(has_primitives(jaxpr, PRODUCTS) for jaxpr in self.programs)
 
     @functools.cached_property
     def branches_on_devices(self) -> bool:

@@ -33,7 +33,7 @@ class Call:
         frozen: whether init, xs or args hold static leaves.
         custom: the classes of the custom carries that init holds.
         sees_valid: whether the body takes `valid`.
-        told: another keyword that the body takes, or None.
+        keyword: another keyword that the body takes, or None.
         lowering: further keyword arguments of `jax.lax.scan`.
         others: the calls of blocks that take turns with this one, in order after it. The xs are then a tuple.
     """
@@ -46,7 +46,7 @@ class Call:
     frozen: bool = False
     custom: tuple[type, ...] = ()
     sees_valid: bool = False
-    told: Keyword | None = None
+    keyword: Keyword | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
     others: tuple[Call, ...] = ()
 
@@ -85,7 +85,7 @@ class Call:
             return in_turn(loops, self._joint(self.body.memo))
         offset = None if given.key is None else given.offset
         shared = Shared(given.key, given.args, offset) if given.key is not None or given.args else None
-        step = CallBody(self.body, self.convention, self.sees_valid, self.told, self.frozen, self.custom)
+        step = CallBody(self.body, self.convention, self.sees_valid, self.keyword, self.frozen, self.custom)
         return Loop(
             callee=Callee(self.body, step, self.names),
             step=step,
@@ -106,7 +106,7 @@ class Arguments(NamedTuple):
         xs: what is scanned over.
         key: the loop's PRNG key.
         args: what every step is given beside its own.
-        rows: what a masked scan was told of its rows.
+        rows: what a masked scan was keyword of its rows.
         bounds: the range of indices of a `fori` with traced bounds.
         offset: int32[], the position of the first step, of a part of a longer loop; None: 0.
     """

@@ -13,7 +13,7 @@ from .._avals import Array, PyTree, place_like, vary_over
 from .._loop.chunk import run_chunked
 from .._loop.feed import Feed
 from .._loop.loop import Arrays, Plan, Step
-from .._loop.sizes import Around
+from .._loop.sizes import AroundChunk
 from .._rows.axes import Rows
 from .._rows.mask import SOME_VALID, without_good
 from .._trace.rewriting import is_rewriting
@@ -34,7 +34,7 @@ from .early_exit import (
     in_progress,
     nested_sizes,
 )
-from .tangents import push_forward, ways_of
+from .tangents import jvp_of_chunks, ways_of
 
 
 class Saved(NamedTuple):
@@ -104,7 +104,7 @@ class EarlyExit:
 
         return jax.tree.map(pad, xs) if more else xs
 
-    def _run(self, given: Arrays, holds: Array, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
+    def _run_chunks(self, given: Arrays, holds: Array, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
         outputs, hook, called, before = self.outputs, self.hook, 0, given.state
         take: Step = TakeStep(self._masked, outputs, self.rows.axes.y)
@@ -121,7 +121,7 @@ class EarlyExit:
             tiers = self.rows.tiers if size == sizes[0] else self.rows.tiers[-1:]
             return TakeChunk(step, size, outputs, save, tiers, in_progress(self.rows.axes))
 
-        def around(size: int) -> Around | None:
+        def around(size: int) -> AroundChunk | None:
             own = (lambda step, looped: around_chunk(step, size)) if size in sizes else None
             return hook.around(own) if hook is not None and size == called else own
 
@@ -149,7 +149,7 @@ class EarlyExit:
             given = given._replace(consts=ENDS.put(given.consts, ends), xs=Feed(self._places(length)))
         else:
             given = given._replace(xs=self._padded(given.xs))
-        progress, ys, _ = self._run(given, holds, length, sizes, save=False)
+        progress, ys, _ = self._run_chunks(given, holds, length, sizes, save=False)
         return progress, ys
 
     @property
@@ -185,7 +185,7 @@ class EarlyExit:
 
     def _saving(self, given: Arrays, holds: Array) -> Saved:
         given = given._replace(xs=self._padded(given.xs))
-        return self._run(given, holds, self.length, (self.chunks.size,), save=True)
+        return self._run_chunks(given, holds, self.length, (self.chunks.size,), save=True)
 
     def differentiable(self) -> Any:
         """The function from what the loop runs on, and whether the condition holds of that, to (progress, ys).
@@ -199,7 +199,7 @@ class EarlyExit:
         def saving_rule(primals: Any, tangents: Any) -> tuple[Saved, Saved]:
             try:
                 saved = with_rule(self._saving, saving_rule, axes, without_good)(*primals)
-                return saved, self._push_forward(saved, primals[0], tangents[0])
+                return saved, self._jvp(saved, primals[0], tangents[0])
             except NameError:
                 if self.unbound is None:
                     raise
@@ -215,7 +215,7 @@ class EarlyExit:
 
         return with_rule(self._primal, primal_rule, axes, without_good)
 
-    def _push_forward(self, saved: Saved, given: Arrays, d_given: Arrays) -> Saved:
+    def _jvp(self, saved: Saved, given: Arrays, d_given: Arrays) -> Saved:
         """The tangents of what `_saving` returns."""
         if self.refusal is not None:
             raise copy.copy(self.refusal)  # one that was raised holds the frames that it went through
@@ -229,7 +229,7 @@ class EarlyExit:
         d_state = [instantiated(d, leaf) for leaf, d in states if is_smooth(leaf)]
         plan = self.plan.having(length=self.length)
         rules, taken = not (self.trace.effects or self.trace.reverse_rule), saved.progress.taken
-        d_after, d_ys, d_starts = push_forward(
+        d_after, d_ys, d_starts = jvp_of_chunks(
             plan,
             given,
             saved.starts,

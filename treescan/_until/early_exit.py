@@ -20,7 +20,7 @@ from .._avals import Array, LeafAxes, PyTree, is_sharded, place_like, vary_over
 from .._loop.chunk import Level
 from .._loop.feed import Consts, Feed, Slot
 from .._loop.loop import Loop, Step
-from .._loop.sizes import Around, Wish, chunk_size, plan_sizes
+from .._loop.sizes import AroundChunk, Wish, chunk_size, plan_sizes
 from .._outputs.outputs import Thinned
 from .._remat.checkpoint import remat_sizes
 from .._rows.axes import RowAxes
@@ -266,7 +266,7 @@ class Hook(Protocol):
         """Of chunks of these sizes, which have a call each."""
         ...
 
-    def around(self, inner: Around | None) -> Around:
+    def around(self, inner: AroundChunk | None) -> AroundChunk:
         """What is put around chunks: that, and a call."""
         ...
 

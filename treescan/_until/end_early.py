@@ -19,8 +19,8 @@ from .._errors import BodyFault, Misuse
 from .._loop.feed import Feed
 from .._loop.loop import Body, Loop, Step, is_jit_disabled, is_untraced, under_a_trace
 from .._rows.axes import RowFlags
+from .._rows.find_rows import FindRows
 from .._rows.leaves import select
-from .._rows.over_rows import OverRows
 from .._transforms.axes import count_from
 from .._transforms.transform import Stage, Transform
 from .._tree import Prefix, map_leaves
@@ -147,7 +147,7 @@ class EndEarly(Transform):
         going = Going(condition, holds, limit, None if bounds is None else limit, body.convention.verb)
         assert loop.given is not None  # by the verb
         loop = loop.having(given=loop.given._replace(rows=RowFlags(lengths=lengths)), runner=going)
-        return OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop, known), going
+        return FindRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop, known), going
 
     def _without_rows(self, loop: Loop, body: CallBody) -> Loop:
         """The loop, if no option and no body asks for rows. Its body is told of none.
@@ -171,8 +171,8 @@ class EndEarly(Transform):
                     "bool for each row. It returned a single bool.",
                     f"Let the condition return bool[*batch], or give `{name}` a default.",
                 )
-        told = dataclasses.replace(body, sees_valid=False, told=None)
-        return loop.having(step=Untold(loop.step), callee=dataclasses.replace(loop.callee, call=told))
+        untold = dataclasses.replace(body, sees_valid=False, keyword=None)
+        return loop.having(step=Untold(loop.step), callee=dataclasses.replace(loop.callee, call=untold))
 
 
 @dataclass(frozen=True)

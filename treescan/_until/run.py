@@ -101,7 +101,7 @@ def _run_step_by_step(loop: Loop, going: Going) -> tuple[Progress, PyTree]:
     one = loop.plan.apart().having(step=step, length=1)
     while len(ran) < loop.length and any_of_all(going_on(progress, loop.consts)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
-        after, y = run(one, Arrays(loop.consts, progress, _part(loop.xs, place, place + 1)))
+        after, y = run(one, Arrays(loop.consts, progress, _steps_between(loop.xs, place, place + 1)))
         settled, changed = (after.state, False) if ran else settle(progress.state, after.state)
         if changed:
             return _run_settled(loop, settled, going)
@@ -111,7 +111,7 @@ def _run_step_by_step(loop: Loop, going: Going) -> tuple[Progress, PyTree]:
             hook(loop.consts, progress)
     left = loop.length - len(ran)
     if not ran:
-        bare = Arrays(ENDS.put(loop.consts, None), loop.state, _part(loop.xs, 0, 0))
+        bare = Arrays(ENDS.put(loop.consts, None), loop.state, _steps_between(loop.xs, 0, 0))
         state, y = run(loop.plan.having(length=0), bare)
         settled, changed = settle(progress.state, state)
         if changed:
@@ -129,7 +129,7 @@ def _run_settled(loop: Loop, state: PyTree, going: Going) -> tuple[Progress, PyT
     return _run_step_by_step(loop.having(state=state), going._replace(holds=holds))
 
 
-def _part(xs: Feed, start: int, stop: int) -> Feed:
+def _steps_between(xs: Feed, start: int, stop: int) -> Feed:
     return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(jnp.asarray(leaf), start, stop), xs)
 
 

@@ -28,9 +28,9 @@ from .._remat.checkpoint import (
     SaveDecisions,
     checkpoint,
     checkpoint_step,
+    depending_on,
     divide,
     is_remat3,
-    reading,
     stays_a_loop,
 )
 from .._rows.axes import Rows
@@ -147,7 +147,7 @@ class TangentOfChunk:
 
     def _choose(self, keys: Impls, branch: Array | None, bits: Any) -> tuple[list[Array], list[Array]]:
         def typed(part: Callable[..., Any]) -> Callable[..., Any]:
-            return _reading(lambda *bits: part(*keys_of(bits, keys)))
+            return _depending(lambda *bits: part(*keys_of(bits, keys)))
 
         taken = [_recomputed(typed(functools.partial(self._tangent, runner))) for runner in self.runners]
         return run_or_leave(branch, taken, typed(self.nothing), *bits)
@@ -177,8 +177,8 @@ class TangentOfChunk:
         return tangents
 
 
-def _reading(branch: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda reads, d_state, rest: branch(reads, reading(d_state, reads.consts), rest)
+def _depending(branch: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda reads, d_state, rest: branch(reads, depending_on(d_state, reads.consts), rest)
 
 
 def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,7 +186,7 @@ def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
     return linear if is_remat3() else jax.checkpoint(linear, prevent_cse=False)
 
 
-def push_forward(
+def jvp_of_chunks(
     plan: Plan,
     loop: Arrays,
     starts: list[Any],
@@ -259,7 +259,7 @@ class _SkipChunks:
         return _recomputed(self._branch)(reads, d_state, feed)
 
     def _branch(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
-        run, leave = _reading(self.step), _reading(self._leave)
+        run, leave = _depending(self.step), _depending(self._leave)
         return run_or_leave(jnp.any(feed.x.branch > 0), (run,), leave, reads, d_state, feed)
 
     def _leave(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
@@ -327,7 +327,7 @@ def ways_of(
     """How to compute the chunks of a loop whose rows stop independently, or of one that stops as a whole.
 
     Args:
-        loop: the loop that has run, as for `push_forward`.
+        loop: the loop that has run, as for `jvp_of_chunks`.
         rows: where its rows are.
         taken: int32[*batch], the steps that were taken.
         outputs: the types of y.

@@ -32,7 +32,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import RowPlan, returned, rows_of, run_scan, spread_rows
+from .prepare import RowPlan, returned, run_scan, spread_rows, take_batches_apart
 
 if TYPE_CHECKING:
     from .._batches.batch import Packed, Padded
@@ -228,7 +228,7 @@ def mask_scan(
         fill, chunk = check_fill(fill), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         told = time_axis.get("xs") if isinstance(time_axis, Mapping) else None
-        xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), steps, told)
+        xs, flags = take_batches_apart(xs, RowFlags(lengths, mask, resets), steps, told)
         if length is None and not jax.tree.leaves(xs):  # the mask has the steps, as that of a `Packed` without data
             of_steps = [shape_of(each) or () for each in (flags.mask, flags.resets)]
             length = next((shape[steps] for shape in of_steps if len(shape) > steps), None)

@@ -90,7 +90,7 @@ def strided(save: Save, prepared: Prepared) -> Save:
     return with_strides(save, prepared.call.length)
 
 
-def telling(body: Body, positional: int) -> Keyword | None:
+def keyword_of(body: Body, positional: int) -> Keyword | None:
     """`first`, a keyword of the body, which takes so many positional arguments."""
     if not takes_keyword(body, "first", positional):
         return None

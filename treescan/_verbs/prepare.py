@@ -33,8 +33,8 @@ from .._program.program import Program, execute
 from .._rows.axes import RowFlags
 from .._rows.checks import check_rows
 from .._rows.fill import KeepRows
+from .._rows.find_rows import FindRows
 from .._rows.mask import Mask
-from .._rows.over_rows import OverRows
 from .._rows.skip import Skip
 from .._transforms.axes import OverAxes, by_part, static_axes
 from .._transforms.call import Arguments, Call
@@ -45,13 +45,13 @@ from ..carries._registry import Adopted, adopt
 from .options import (
     checking,
     dividing,
+    keyword_of,
     of_strangers,
     recomputing,
     recording,
     restored_by,
     showing,
     strided,
-    telling,
     truncating,
 )
 from .progress import silent
@@ -65,14 +65,14 @@ def _of_batches() -> ModuleType | None:
     return sys.modules.get(f"{__name__.rpartition('._verbs')[0]}._batches.batch")
 
 
-def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
+def take_batches_apart(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
     """The data of xs, and the rows of the batches in it; those of anything else as they were given.
 
     Raises:
         Fault: for an `ArgumentError` if something else says what the batches say, or if they differ in that.
     """
     known = _of_batches()
-    return (xs, flags) if known is None else known.rows_of(xs, flags, time_axis, in_axes)
+    return (xs, flags) if known is None else known.take_batches_apart(xs, flags, time_axis, in_axes)
 
 
 def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
@@ -259,17 +259,17 @@ def prepare(
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
     sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
-    told = telling(body, len(convention.takes)) if has_segments else None
+    keyword = keyword_of(body, len(convention.takes)) if has_segments else None
     passed = {"key": "the option `key`"} if key is not None else {}
     passed |= {"valid": "mask_scan"} if sees_valid else {}
-    check_keywords(body, passed | ({} if told is None else {told.slot.name: "mask_scan"}), convention)
+    check_keywords(body, passed | ({} if keyword is None else {keyword.slot.name: "mask_scan"}), convention)
     call = Call(
         body,
         convention,
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
         sees_valid=sees_valid,
-        told=told,
+        keyword=keyword,
         lowering=lowering,
         **check_run(steps, reverse, unroll),
     )
@@ -341,9 +341,9 @@ class RowPlan(NamedTuple):
     chunk: int | None = None
     compact: bool | tuple[int, ...] = False
 
-    def over(self, axes: LeafAxes | None, others: tuple[str, ...]) -> OverRows:
-        """The transform, of the axes over which xs are scanned, and of other options; see `OverRows`."""
-        return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact, others)
+    def over(self, axes: LeafAxes | None, others: tuple[str, ...]) -> FindRows:
+        """The transform, of the axes over which xs are scanned, and of other options; see `FindRows`."""
+        return FindRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact, others)
 
     def restoring(self, flags: RowFlags, init: PyTree, call: Prepared) -> RowFlags:
         """Checked flags, with what a reset restores if that is not the init."""

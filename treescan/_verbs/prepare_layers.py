@@ -184,7 +184,7 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
     Raises:
         Fault: for a `LayerError` if the leaves of xs do not have as many layers.
     """
-    root, stack, led = f"xs{name}", f"layers{name}", _axes_of(layers)
+    root, stack, led = f"xs{name}", f"layers{name}", _layer_axes(layers)
     refuse_split(leaves_with_path(stack, layers), led)
     if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
         raise Misuse(
@@ -230,7 +230,7 @@ def _size(leaf: object, axis: int) -> int | None:
     return shape[axis] if axis < len(shape) else None
 
 
-def _axes_of(layers: PyTree) -> LeafAxes:
+def _layer_axes(layers: PyTree) -> LeafAxes:
     """Where the layers are in each leaf of a stack; None for a number that they share."""
     return tuple(None if is_traced_number(leaf) else 0 for leaf in jax.tree.leaves(layers))
 
@@ -405,8 +405,8 @@ def prepare_layers(
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
     position = None if offset is None else check_offset(offset, sum(stacks.counts))
-    told = check_run(stacks.counts[-1], reverse, unroll)
-    call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
+    how = check_run(stacks.counts[-1], reverse, unroll)
+    call = Call(bodies[0], convention, frozen=frozen, custom=custom, **how)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
     prepared = Prepared(
         replace(first, others=tuple(rest)),

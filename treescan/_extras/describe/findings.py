@@ -49,14 +49,14 @@ def _draws_the_same(equation: JaxprEqn, varying: list[bool]) -> bool:
     if equation.primitive.name in _DRAWS:
         return not varying[0]
     for inner in jaxprs_within(equation):
-        found = dependent(inner, _within(equation, inner, varying))
+        found = dependent(inner, _varying_inside(equation, inner, varying))
         for each in inner.eqns:
             if _draws_the_same(each, [not hasattr(atom, "val") and atom in found for atom in each.invars]):
                 return True
     return False
 
 
-def _within(equation: JaxprEqn, inner: Jaxpr, varying: list[bool]) -> list[bool]:
+def _varying_inside(equation: JaxprEqn, inner: Jaxpr, varying: list[bool]) -> list[bool]:
     """Which inputs vary of a jaxpr that an equation runs, from which of its operands do."""
     if equation.primitive.name == "cond":
         return varying[1:]

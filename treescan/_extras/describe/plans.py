@@ -30,7 +30,7 @@ from ..._remat import budget
 from ..._remat.checkpoint import Checkpointed
 from ..._remat.remat import Recompute, saves_steps
 from ..._rows.axes import RowAxes, Rows
-from ..._rows.over_rows import OverRows
+from ..._rows.find_rows import FindRows
 from ..._rows.skip import Skip
 from ..._trace.equations import called, has_symbolic_zeros, inputs_of, place_of
 from ..._trace.hoist import lifted, traced
@@ -104,7 +104,7 @@ def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
     Nothing if JAX refuses a gradient.
     """
     try:
-        each = [saved for body in bodies for saved in _saved(body)]
+        each = [saved for body in bodies for saved in _saved_of(body)]
     except Exception:  # the plan of the call says why
         return ()
     joined = dict[str, Saved]()
@@ -115,7 +115,7 @@ def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
     return tuple(sorted(joined.values(), key=lambda saved: -saved.bytes))
 
 
-def _saved(body: TracedBody) -> Iterator[Saved]:
+def _saved_of(body: TracedBody) -> Iterator[Saved]:
     saved = budget.saved_of_step(body.loop, body.loop.step)
     carried = saved.read.values()
     if carried:
@@ -213,7 +213,7 @@ def trace_bodies(program: Program, outer: Arguments, given: Arguments) -> list[T
     call, loop = program.call, program.call.lay(given)
     axes: tuple[LeafAxes | None, ...] = (None,) * len(call.each)
     for transform in program.transforms:
-        if isinstance(transform, OverRows | EndEarly):
+        if isinstance(transform, FindRows | EndEarly):
             loop, axes = dataclasses.replace(transform, compact=False)(loop), (transform.in_axes,)
         elif isinstance(transform, Count):
             loop = transform(loop)

@@ -487,6 +487,6 @@ def merged(groups: Groups) -> Collections:
     return {name: tree for group in (groups.broadcast, groups.carried, *groups.scanned) for name, tree in group.items()}
 
 
-def listed(names: Iterable[str]) -> str:
+def quoted(names: Iterable[str]) -> str:
     """Names, for a list in a message."""
     return ", ".join(repr(name) for name in names)

@@ -33,8 +33,8 @@ from .groups import (
     check_filter,
     check_hook,
     check_split,
-    listed,
     merged,
+    quoted,
     run_groups,
     transformed,
 )
@@ -77,10 +77,10 @@ class _Call:
         found, left = self.collections.group(updates, out=True)
         only_read = [name for name in left if self.collections.is_only_read(name)]
         if left:
-            says = f"collections without a role: {listed(left)}."
+            says = f"collections without a role: {quoted(left)}."
             cure = "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it."
             if only_read:
-                says = f"{listed(only_read)}, but `In` in `variable_axes` makes it read-only."
+                says = f"{quoted(only_read)}, but `In` in `variable_axes` makes it read-only."
                 cure = "Do not return it, or give it an int instead of `In`."
             raise BodyFault(f"{{body}} returned {says}", cure)
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
@@ -236,7 +236,7 @@ def _run(
         ):
             if names:
                 raise Misuse(
-                    f"{{call}}: `{what}` has names without a role: {listed(names)}.",
+                    f"{{call}}: `{what}` has names without a role: {quoted(names)}.",
                     f"Name each in {where}, or leave it out of `{what}`.",
                 )
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
@@ -261,7 +261,7 @@ def _with_metadata(
         lost = [name for name, tree in found[-1].items() if tree is None]
         if lost:
             raise TypeMisuse(
-                f"{{call}}: `metadata_fn` returned None for {listed(lost)}.",
+                f"{{call}}: `metadata_fn` returned None for {quoted(lost)}.",
                 "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or unchanged.",
             )
     return tuple(found)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..._arguments import OF_MASK_SCAN, check_reverse
 from ..._avals import Array, ArrayLike, PyTree, TreeDef, vary_over, varying_axes
-from ..._batches.batch import rows_of
+from ..._batches.batch import take_batches_apart
 from ..._errors import STEP_WORDS, Misuse, expect, expect_int, expect_one_of, explain, verb
 from ..._options.resets import begins_at
 from ..._rows.axes import RowFlags
@@ -131,7 +131,7 @@ def linear_scan(
                 both = f'{{call}}: `remat` and `method="{method}"` cannot be combined.'
                 raise Misuse(both, 'It is for `method="sequential"`.')
         reverse, time_axis, fill = check_reverse(reverse), check_time_axis(time_axis), check_fill(fill)
-        given, flags = rows_of(Both(a, b), RowFlags(lengths, mask, resets), time_axis, None)
+        given, flags = take_batches_apart(Both(a, b), RowFlags(lengths, mask, resets), time_axis, None)
         leaves = leaves_of(given, init, time_axis, matrix=matrix)
         tree: TreeDef = jax.tree.structure(given.b)
         moved, inits = (tree.unflatten([leaf[i] for leaf in leaves]) for i in (1, 2))

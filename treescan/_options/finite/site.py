@@ -20,7 +20,8 @@ from ..._loop.chunk import Level, run_chunked
 from ..._loop.feed import Consts, Feed, Slot
 from ..._loop.loop import Loop, Step, in_turn
 from ..._program.nest import KeepUnchanged, run_nested
-from ..._rows.axes import Begins, Rows, rows_of, with_axes
+from ..._rows.axes import Begins, Rows, rows_after_trace, with_axes
+from ..._rows.keyword import WithKeyword
 from ..._rows.leaves import (
     any_of_all,
     at_step,
@@ -33,7 +34,6 @@ from ..._rows.leaves import (
     take_row,
 )
 from ..._rows.mask import Mask
-from ..._rows.told import WithKeyword
 from ..._trace.hoist import hoist, lift
 from ..._trace.smooth import is_smooth
 from ..._trace.steps import Lifted
@@ -82,7 +82,7 @@ def with_heads(loop: Loop, heads: list[Array]) -> Loop:
 def in_rows(loop: Loop, traced: Loop) -> Loop:
     """What `hoist` made of a masked loop that `is_untraced`, with its rows where it has them."""
     rows, fixed, segments = loop.masked, traced.hoisted.fixed, loop.segments
-    left = rows_of(traced.hoisted, rows.axes, rows.y_axes)
+    left = rows_after_trace(traced.hoisted, rows.axes, rows.y_axes)
     if segments is not None and segments.begins is not None:
         flags, targets, tables = segments.begins
         segments = segments._replace(begins=Begins(flags, split(fixed, targets)[1], tuple(split(fixed, tables)[1])))

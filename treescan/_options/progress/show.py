@@ -17,7 +17,7 @@ from ..._avals import Array, PyTree, exact_int
 from ..._errors import ArgumentError, Misuse, TypeMisuse, expect
 from ..._loop.feed import Feed, Slot
 from ..._loop.loop import Body, Loop, Step, is_untraced
-from ..._loop.sizes import Around, Wish
+from ..._loop.sizes import AroundChunk, Wish
 from ..._program.nest import run_levels
 from ..._rows.leaves import any_along, most_of_all, most_of_devices
 from ..._trace.hoist import settled, traced
@@ -218,7 +218,7 @@ class TellChunks:
     more: bool = False
     due: Array | None = None
 
-    def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
+    def __call__(self, loop: Loop, size: int) -> tuple[Loop, AroundChunk]:
         starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
         ends = jnp.minimum(starts + size, loop.length)
         place, count = jnp.arange(starts.size), starts.size

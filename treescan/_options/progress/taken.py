@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree
 from ..._loop.feed import Consts, Feed
 from ..._loop.loop import Loop, Step
-from ..._loop.sizes import Around
+from ..._loop.sizes import AroundChunk
 from ..._rows.leaves import most_of_all, most_of_devices
 from ..._until.condition import Condition
 from ..._until.early_exit import ENDS, Chunks, Progress, all_fixed, whole_state
@@ -83,7 +83,7 @@ class TellTaken:
         tick = Tick(run, total, _largest(progress.taken), false, ~false if last else false)
         self.reporter.step(tick, shown, probes_of(carry if last else progress.state))
 
-    def around(self, inner: Around | None) -> Around:
+    def around(self, inner: AroundChunk | None) -> AroundChunk:
         """What is put around chunks: that, and a report outside of it."""
         return lambda step, looped: ReportAfter(step if inner is None else inner(step, looped), self)
 

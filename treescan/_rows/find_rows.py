@@ -29,17 +29,17 @@ from .axes import (
     Segments,
     Spans,
     flags_given,
-    rows_of,
+    rows_after_trace,
     rows_of_x,
     spread_batch_axes,
     spread_carry_axes,
 )
 from .checks import check_slots, leads
-from .leaves import lend_rows, mask_of_lengths, without_false_alarms
+from .leaves import mask_of_lengths, substitute_rows, without_false_alarms
 
 
 @dataclass(frozen=True)
-class OverRows(Transform):
+class FindRows(Transform):
     """`lengths` or `mask`, and the axes: gives each step its mask, and traces the body for the rows that it runs on.
 
     Attributes:
@@ -69,10 +69,10 @@ class OverRows(Transform):
         call = loop.callee.call
         tells = all_valid or call.sees_valid
         loop, axes = self._lay(loop, valid, lends=not all_valid)
-        if call.told is not None:
-            from .told import tell
+        if call.keyword is not None:
+            from .keyword import pass_keyword
 
-            loop, axes = tell(loop, axes, call.told, resets)
+            loop, axes = pass_keyword(loop, axes, call.keyword, resets)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
         unchanged = None
@@ -102,7 +102,9 @@ class OverRows(Transform):
                 trace_tiers(loop, before, axes, tiers)
             loop = lift(loop)
         trace, unchanging = loop.hoisted, loop.consts.unchanged
-        rows = rows_of(trace, axes, y_axes)._replace(unchanged=unchanged, all_valid=all_valid, was_fixed=trace.fixed)
+        rows = rows_after_trace(trace, axes, y_axes)._replace(
+            unchanged=unchanged, all_valid=all_valid, was_fixed=trace.fixed
+        )
         rows = rows._replace(tiers=tiers, own_values=not is_untraced(loop) and _see_own_values(trace, rows.axes))
         segments = None if resets is None else Segments(resets)
         loop = loop.having(rows=rows, segments=segments)
@@ -142,7 +144,7 @@ class OverRows(Transform):
         if self.in_axes is not None:
             loop = scan_over_axes(loop, self.in_axes)
         if whole_axes and lends:
-            whole = lend_rows(WHOLE.read(loop.consts), whole_axes, valid)
+            whole = substitute_rows(WHOLE.read(loop.consts), whole_axes, valid)
             loop = loop.having(consts=WHOLE.put(loop.consts, list(whole)))
         axes = Consts(inner=WHOLE.note(Consts(), whole_axes) if whole_axes else None)  # of the loop once it is traced
         return loop, RowAxes(axes, carry_axes, x_axes, ())
@@ -189,7 +191,7 @@ def _refuse_refs(trace: Trace, tiers: tuple[int, ...], others: tuple[str, ...], 
     Args:
         trace: the trace of the body.
         tiers: the numbers of rows that the body runs on.
-        others: see `OverRows`.
+        others: see `FindRows`.
         told: whether the body knows which rows are valid, or all are.
     """
     compact = trace.refs and len(tiers) > 1

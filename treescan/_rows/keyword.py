@@ -22,7 +22,7 @@ class WithKeyword(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tell:
+class PassKeyword:
     """The step that moves what is fed for a keyword from its x to the slot of the keyword."""
 
     step: Step
@@ -33,8 +33,8 @@ class Tell:
         return self.step(consts, state, self.keyword.slot.put(feed._replace(x=x), value))
 
 
-def tell(loop: Loop, axes: RowAxes, keyword: Keyword, resets: Array | None) -> tuple[Loop, RowAxes]:
+def pass_keyword(loop: Loop, axes: RowAxes, keyword: Keyword, resets: Array | None) -> tuple[Loop, RowAxes]:
     """The loop, fed what the keyword needs, and where its rows are."""
     x = WithKeyword(loop.xs.x, keyword.values(loop, resets))
-    loop = loop.having(step=Tell(loop.step, keyword), xs=loop.xs._replace(x=x))
+    loop = loop.having(step=PassKeyword(loop.step, keyword), xs=loop.xs._replace(x=x))
     return loop, axes._replace(x=(*axes.x, 0))
