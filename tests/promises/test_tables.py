@@ -11,105 +11,48 @@ from primitive_cases import ENTRIES
 from treescan._faster.products import _OF_EACH_STEP, _SELECT, ELEMENTWISE
 from treescan._remat.checkpoint import _CHOOSE, _COMPARE, _JUMP, _MOVES, _RANK
 
-HOLD = frozenset(
-    [
-        "call",
-        "custom_linear_solve",
-        "eval_jaxpr",
-        "reduce",
-        "reduce_window",
-        "scatter",
-        "select_and_scatter",
-        "xla_pmap",
-    ]
-)
+# fmt: off
+HOLD = frozenset({
+    "call", "custom_linear_solve", "eval_jaxpr", "reduce", "reduce_window", "scatter", "select_and_scatter",
+    "xla_pmap",
+})
+# fmt: on
 """They hold others, in which choices are looked for."""
 
-CONTINUOUS = frozenset(
-    [
-        "acos",
-        "acosh",
-        "asin",
-        "asinh",
-        "atan",
-        "atanh",
-        "bessel_i0e",
-        "bessel_i1e",
-        "cholesky",
-        "conj",
-        "cumlogsumexp",
-        "cumprod",
-        "digamma",
-        "eigh",
-        "hessenberg",
-        "householder_product",
-        "igamma",
-        "igamma_grad_a",
-        "igammac",
-        "lgamma",
-        "log2",
-        "lu",
-        "nextafter",
-        "one_minus_square",
-        "polygamma",
-        "polynomial",
-        "qr",
-        "reduce_window_sum",
-        "regularized_incomplete_beta",
-        "scatter-add",
-        "scatter-mul",
-        "svd",
-        "triangular_solve",
-        "tridiagonal",
-        "tridiagonal_solve",
-        "zeta",
-    ]
-)
+# fmt: off
+CONTINUOUS = frozenset({
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i0e", "bessel_i1e", "cholesky", "conj",
+    "cumlogsumexp", "cumprod", "digamma", "eigh", "hessenberg", "householder_product", "igamma", "igamma_grad_a",
+    "igammac", "lgamma", "log2", "lu", "nextafter", "one_minus_square", "polygamma", "polynomial", "qr",
+    "reduce_window_sum", "regularized_incomplete_beta", "scatter-add", "scatter-mul", "svd", "triangular_solve",
+    "tridiagonal", "tridiagonal_solve", "zeta",
+})
+# fmt: on
 """Of one input they return what may be computed twice: a pivot or a sign that another rounding changes goes with the
 factors that it belongs to."""
 
-DISCRETE = frozenset(
-    [
-        "axis_index",
-        "clz",
-        "population_count",
-        "random_bits",
-        "random_fold_in",
-        "random_seed",
-        "random_split",
-        "random_unwrap",
-        "random_wrap",
-        "reduce_xor",
-        "rng_bit_generator",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "threefry2x32",
-    ]
-)
+# fmt: off
+DISCRETE = frozenset({
+    "axis_index", "clz", "population_count", "random_bits", "random_fold_in", "random_seed", "random_split",
+    "random_unwrap", "random_wrap", "reduce_xor", "rng_bit_generator", "shift_left", "shift_right_arithmetic",
+    "shift_right_logical", "threefry2x32",
+})
+# fmt: on
 """Their inputs are no floating-point numbers."""
 
-DRAW = frozenset(["random_gamma", "rng_uniform"])
+# fmt: off
+DRAW = frozenset({
+    "random_gamma", "rng_uniform",
+})
+# fmt: on
 """They are functions of a key, or of a state that XLA holds."""
 
-MOVE = frozenset(
-    [
-        "after_all",
-        "all_gather",
-        "all_to_all",
-        "create_token",
-        "device_put",
-        "dynamic_update_slice",
-        "empty2",
-        "get",
-        "name",
-        "ppermute",
-        "psum",
-        "ragged_all_to_all",
-        "sharding_constraint",
-        "swap",
-    ]
-)
+# fmt: off
+MOVE = frozenset({
+    "after_all", "all_gather", "all_to_all", "create_token", "device_put", "dynamic_update_slice", "empty2", "get",
+    "name", "ppermute", "psum", "ragged_all_to_all", "sharding_constraint", "swap",
+})
+# fmt: on
 """They move what they are given, or sum it."""
 
 SAID = HOLD | CONTINUOUS | DISCRETE | DRAW | MOVE
