@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from ._extras.chunk_map.verb import chunk_map as chunk_map
     from ._extras.describe.verb import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._extras.linear.verb import linear_scan as linear_scan
+    from ._extras.pipeline.order import from_stages as from_stages, to_stages as to_stages
+    from ._extras.pipeline.verb import pipeline as pipeline
     from ._extras.stream.verb import stream as stream
     from ._options.finite.case import last_nonfinite as last_nonfinite
     from ._stacks.stack import (
@@ -57,6 +59,8 @@ else:
             "_batches.batches": "last length_mask pack pad repad unpack unpad",
             "_stacks.stack": "init_layers layer_at set_layer stack unstack",
             "_extras.linear.verb": "linear_scan",
+            "_extras.pipeline.order": "from_stages to_stages",
+            "_extras.pipeline.verb": "pipeline",
             "_errors": "TreescanError",
             "_trace.rewriting": "rewriting",
             "_options.finite.case": "last_nonfinite",

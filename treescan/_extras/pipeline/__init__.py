@@ -1,0 +1,1 @@
+"""`pipeline`: stages of a stack on different devices, at the same time."""
