@@ -143,26 +143,21 @@ def _closed_over(body: Body) -> list[tuple[str, Any]]:
     return found
 
 
-def run_or_idle(run: Run) -> Callable[..., PyTree]:
-    """From (whether to run, params, x, what else `run` is given) to the next x: what `run` returns, or x itself.
+def run_or_idle(run: Run, runs: Array, layers: PyTree, x: PyTree, args: PyTree, first_layer: Array) -> PyTree:
+    """The next x: what `run` returns, or x itself where nothing runs.
 
-    Nothing runs in the bubble, so that nothing of it reaches a gradient: not even the NaN of a norm of zeros. The
-    gradient computes the stage again. A checkpoint surrounds the branch, because one within it alone would save what
-    the stage reads, weights included, at every tick.
+    Nothing runs in the bubble, so that nothing of it reaches a gradient: not even the NaN of a norm of zeros.
     """
 
-    def running(params: PyTree, x: PyTree, number: Array, args: PyTree) -> PyTree:
-        again = checkpoint(run, prevent_cse=devices_of((params, x)) > 1)
-        return again(params, _reading(x, (params, args)), number, args)
+    def running(layers: PyTree, x: PyTree, args: PyTree, first_layer: Array) -> PyTree:
+        again = checkpoint(run, prevent_cse=devices_of((layers, x)) > 1)
+        return again(layers, _reading(x, (layers, args)), args, first_layer)
 
-    def idle(params: PyTree, x: PyTree, number: Array, args: PyTree) -> PyTree:
-        del number
-        return _reading(x, (params, args))
+    def idle(layers: PyTree, x: PyTree, args: PyTree, first_layer: Array) -> PyTree:
+        del first_layer
+        return _reading(x, (layers, args))
 
-    def either(runs: Array, *given: Any) -> PyTree:
-        return jax.lax.cond(runs, running, idle, *given)
-
-    return lambda *given: checkpoint(either, prevent_cse=devices_of(given) > 1)(*given)
+    return jax.lax.cond(runs, running, idle, layers, x, args, first_layer)
 
 
 def _reading(x: PyTree, reads: PyTree) -> PyTree:

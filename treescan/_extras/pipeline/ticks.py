@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._avals import Array, PyTree, vary_over, varying_axes
+from ..._avals import Array, PyTree, devices_of, vary_over, varying_axes
 from ..._loop.loop import Body
+from ..._remat.checkpoint import checkpoint
 from ..._trace.hoist import is_smooth
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of
 from ..._verbs.scan import scan
@@ -36,23 +37,25 @@ def run_ticks(body: Body, schedule: Schedule, per: int, params: PyTree, xs: PyTr
     fed = schedule.fed(xs)
     start = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), fed)  # what no stage reads
 
-    def given_to(parts: PyTree, x: PyTree, number: Array, args: PyTree) -> tuple[PyTree, PyTree, PyTree, Array]:
-        first_layer = (number * schedule.stages + device) * per
-        return *keys_of((_part(parts, number), x, args), kinds), first_layer
+    def given_to(parts: PyTree, x: PyTree, args: PyTree, number: Array) -> tuple[PyTree, PyTree, PyTree, Array]:
+        return *keys_of((_part(parts, number), x, args), kinds), (number * schedule.stages + device) * per
 
-    traced = trace_stage(body, given_to(parts, start, device * 0, args), axis)
+    traced = trace_stage(body, given_to(parts, start, args, device * 0), axis)
 
-    def run(*given: Any) -> PyTree:
-        return as_numbers(traced(*given_to(*given)))
+    def run(layers: PyTree, x: PyTree, args: PyTree, first_layer: Array) -> PyTree:
+        return as_numbers(traced(*keys_of((layers, x, args), kinds), first_layer))
 
-    either = run_or_idle(run)
+    def either(runs: Array, number: Array, parts: PyTree, x: PyTree, args: PyTree) -> PyTree:
+        return run_or_idle(run, runs, _part(parts, number), x, args, (number * schedule.stages + device) * per)
+
+    either = checkpoint(either, prevent_cse=devices_of((params, xs)) > 1)
 
     def tick(arrived: PyTree, given: tuple[Array, PyTree]) -> tuple[PyTree, PyTree]:
         now, fresh = given
         runs, number = schedule.at(now, device)
         begins = (device == 0) & (number == 0)
         x = jax.tree.map(lambda new, old: jnp.where(begins, new, old), fresh, arrived)
-        y = either(runs, parts, x, number, args)
+        y = either(runs, number, parts, x, args)
         return _to_next(y, axis, schedule.stages), y
 
     _, ys = scan(tick, start, (jnp.arange(schedule.ticks), fed), progress=False)

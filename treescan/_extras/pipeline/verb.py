@@ -9,7 +9,7 @@ import jax
 
 from ..._arguments import check_keywords
 from ..._avals import PyTree, as_arrays
-from ..._errors import STEP_WORDS, explain, expect, verb
+from ..._errors import STEP_WORDS, expect, explain, verb
 from ..._stacks.layer_axis import freeze_shared
 from ..._tree import freeze_static
 from ..._verbs.prepare import body_of
