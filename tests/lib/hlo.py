@@ -9,6 +9,7 @@ import jax
 
 _CALLED = re.compile(r"=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
 _COLLECTIVE = re.compile(r"\b(?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"\d+"')
 _SHAPE = re.compile(r"\b[a-z]+\d*\w*\[([\d,]*)\]")
 
 
@@ -19,12 +20,14 @@ class Program:
         compiled = jax.jit(function).lower(*args).compile()
         self.temp_bytes: int = compiled.memory_analysis().temp_size_in_bytes
         self._computations: dict[str, list[str]] = {}
+        self._entry = ""
         lines: list[str] = []
         for line in compiled.as_text().splitlines():
             if line.endswith("{") and not line.startswith(" "):
+                self._entry = line.removeprefix("ENTRY ").split(" ")[0] if line.startswith("ENTRY") else self._entry
                 lines = self._computations.setdefault(line.removeprefix("ENTRY ").split(" ")[0], [])
             elif line.startswith(" "):
-                lines.append(line.split(", metadata=")[0])
+                lines.append("".join([line.split(", metadata=")[0], *_TRIPS.findall(line)]))
 
     def __iter__(self) -> Iterator[str]:
         """All instructions."""
@@ -48,6 +51,19 @@ class Program:
         found = filter(_COLLECTIVE.search, self)
         shapes = [shape for line in found for shape in _SHAPE.findall(_COLLECTIVE.split(line.partition(" = ")[2])[0])]
         return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
+
+    def runs(self, name: str) -> int:
+        """How often instructions of this name run, those of loops as often as the loop."""
+        found = re.compile(rf"\b{name}(?:-start)?\(")
+
+        def within(computation: str) -> int:
+            count = 0
+            for line in self._computations[computation]:
+                trips = [int(each.split('"')[-2]) for each in _TRIPS.findall(line)]
+                count += bool(found.search(line)) + math.prod(trips) * sum(map(within, self._called(line)))
+            return count
+
+        return within(self._entry)
 
     def collectives_in_loops(self) -> int:
         return sum(len(_COLLECTIVE.findall(text)) for text in self.loops())

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..._avals import unspread
+from ..._avals import is_weak, shape_of, unspread
 from ..._errors import LayerFault, expect_int, verb
 from ..._stacks.layer_axis import count_layers, freeze_shared
 from ..._tree import thaw_static
@@ -55,7 +55,8 @@ def from_stages(stack: Stack, stages: int, rounds: int = 1) -> Stack:
         rounds: the same.
 
     Returns:
-        The stack in the order of the layers, `[n, ...]`.
+        The stack in the order of the layers, `[n, ...]`. If types say that layers are on different devices, and there
+        are several rounds, they no longer are: each device then receives all layers.
 
     Raises:
         ArgumentError: if a number is less than 1.
@@ -87,7 +88,7 @@ def _expect_stages(stages: Any) -> int:
 def _turned(stack: Any, parts: tuple[int, int], stages: int) -> Any:
     """A stack whose layers are cut into so many parts of parts, with these two axes exchanged."""
     frozen = freeze_shared(stack)
-    count, (outer, inner) = count_layers(frozen, "stack"), parts
+    count, (outer, inner) = count_layers(jax.tree.map(_whole, frozen), "stack"), parts
     per, left = divmod(count, outer * inner)
     if left or not per:
         raise LayerFault(
@@ -104,3 +105,8 @@ def _turned(stack: Any, parts: tuple[int, int], stages: int) -> Any:
         return apart.swapaxes(0, 1).reshape(leaf.shape)
 
     return thaw_static(jax.tree.map(turned, frozen))
+
+
+def _whole(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The type of a leaf that is not split: that layers are on different devices is what these functions are for."""
+    return jax.ShapeDtypeStruct(shape_of(leaf) or (), leaf.dtype, weak_type=is_weak(leaf))
