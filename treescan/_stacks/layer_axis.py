@@ -188,6 +188,7 @@ def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *,
         "{call}: layers of a stack are on different devices.",
         "Every device runs all layers, so it would have to fetch the layers of the other devices. Shard other axes "
         f"instead, or none: `{cure}`.",
+        "If each device is to run its own layers, on another part of the batch: call `treescan.pipeline`.",
         header=("leaf", "axis of the layers", "is"),
         rows=[
             Row(path, f"{axis}, split over {_spec(leaf)[axis]!r}", describe_leaf(leaf)) for path, leaf, axis in split

@@ -92,8 +92,8 @@ def _turned(stack: Any, parts: tuple[int, int], stages: int) -> Any:
     per, left = divmod(count, outer * inner)
     if left or not per:
         raise LayerFault(
-            f"{{verb}}: the stack has {count} layers, which is no multiple of {stages} stages times "
-            f"{outer * inner // stages} rounds.",
+            f"{{verb}}: the stack has {count} layers, which is no multiple of stages times rounds, {stages} * "
+            f"{outer * inner // stages}.",
             "All stages hold equally many layers. Choose other numbers, or run the layers that are left over before "
             "or after the pipeline, on all devices.",
         )

@@ -98,12 +98,15 @@ def _refuse_communication(jaxpr: Any, axis: str) -> None:
         if over and sends and equation.primitive.name in _COMMUNICATES:
             name = equation.primitive.name.removesuffix("_invariant")
             raise BodyFault(
-                f"{{body}} waits for other stages: `{name}` communicates over {axis!r}, the axis of the pipeline. Other "
-                "stages are idle at that time, or have another micro-batch.",
+                f"{{body}} waits for other stages: `{name}` communicates over {axis!r}, the axis of the pipeline. "
+                "Other stages are idle at that time, or have another micro-batch.",
                 "Communicate over other axes of the mesh within a stage, and over this one before or after the "
                 "pipeline.",
-                "`mask_scan` and `while_scan` ask all devices on which their lengths or conditions vary. In a stage, "
-                "call `treescan.scan` and select what is valid in the step.",
+                *[
+                    "`mask_scan` and `while_scan` ask all devices on which their lengths or conditions vary. In a "
+                    "stage, call `treescan.scan` and select what is valid in the step."
+                ]
+                * (name in ("pmax", "pmin")),
             )
 
 

@@ -12,6 +12,7 @@ from ..._avals import PyTree, as_arrays
 from ..._errors import STEP_WORDS, expect, explain, verb
 from ..._stacks.layer_axis import freeze_shared
 from ..._tree import freeze_static
+from ..._types import StackOptions
 from ..._verbs.prepare import body_of
 from .checks import check_axis, count_micro_batches, count_of_round
 from .order import expect_rounds
@@ -21,6 +22,12 @@ from .ticks import run_ticks
 
 X = TypeVar("X")
 
+ELSEWHERE = {
+    **dict.fromkeys(StackOptions.__annotations__, "`treescan.fold_layers` takes it, within the stage."),
+    "key": "Within the stage, give it to the layers: `fold_layers(..., key=key, offset=first_layer)`.",
+    "remat": "The gradient computes each stage again. For each layer of it, too: `fold_layers(..., remat=...)`.",
+}
+"""What other verbs take; see `named_options`."""
 _WORDS = {**STEP_WORDS, "step": "stage", "init": "xs", "unit": "stage", "the_carry": "x", "a_carry": "an x"}
 
 
