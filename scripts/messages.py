@@ -40,13 +40,13 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "A dtype differs",
             "In the step, cast the leaf back to its dtype. Or start from the dtype that the step computes in.",
             ("carry_dtype", "x_dtype"),
-            ("*_weak_type", "*computes_in_half*", "carry_shape_and_dtype"),
+            ("*_weak_type", "*computes_in_half*", "carry_shape_and_dtype", "pipeline_x_dtype"),
         ),
         Topic(
             "A shape differs",
             "A carry cannot grow. Allocate the final size in `init` and write into it, or return the new part as `y`.",
             ("carry_grows", "carry_shape"),
-            ("compact_*",),
+            ("compact_*", "pipeline_x_shape"),
         ),
         Topic(
             "Carry and output are swapped",
@@ -60,7 +60,14 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("carry_keys", "carry_none_returned"),
             (
                 *("carry_list_*", "carry_namedtuple_*", "carry_none_*"),
-                *("carry_static_for_array", "carry_without_*", "x_structure", "x_classes", "pair_none_*"),
+                *(
+                    "pipeline_x_pair",
+                    "carry_static_for_array",
+                    "carry_without_*",
+                    "x_structure",
+                    "x_classes",
+                    "pair_none_*",
+                ),
                 "state_of_*",
             ),
         ),
@@ -102,6 +109,12 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             'It returns an output for each entry of its chunk. With `reduce="sum"`, it returns sums over them.',
             ("chunk_map_without_entries", "chunk_map_other_sum"),
             ("chunk_map_without*", "chunk_map_other*", "chunk_map_sum*"),
+        ),
+        Topic(
+            "A stage of a pipeline",
+            "It must not wait for other stages, and is given what all stages share as `args`.",
+            ("pipeline_over_its_axis", "pipeline_closes_over"),
+            ("pipeline_masked",),
         ),
         Topic(
             "The block of a layer",
@@ -161,6 +174,12 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "All parts have `chunk` steps, except for the last one, and the same types.",
             ("stream_ends_early", "stream_part_too_short", "stream_part_of_another_dtype"),
             ("stream_*", "checkpoints_*"),
+        ),
+        Topic(
+            "A pipeline",
+            "Call it in a `jax.shard_map` with a manual axis for the stages, of which all have equally many layers.",
+            ("pipeline_outside", "pipeline_axis_not_manual", "pipeline_micro_batches_left_over"),
+            ("pipeline_*",),
         ),
         Topic(
             "How many steps",
@@ -363,9 +382,9 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Layers on devices",
-            "Do not shard the axis of the layers. Shard other axes.",
-            ("layers_split",),
-            ("layers_split_*", "*_split", "*_split_*", "*shardings*"),
+            "Do not shard the axis of the layers. Shard other axes. Layers on different devices are a pipeline.",
+            ("layers_split", "pipeline_rounds_of_layers"),
+            ("layers_split_*", "*_split", "*_split_*", "*shardings*", "pipeline_*"),
         ),
         Topic(
             "Boxes and names of axes",

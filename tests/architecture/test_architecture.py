@@ -187,6 +187,7 @@ FOLDERS_OF_EXTRAS = {
     "describe": {"_transforms", "_remat", "_program", "_rows", "_until", "_outputs", "_faster", "_options"},
     "linear": {"_transforms", "_rows", "_batches", "_options"},
     "lift": {"_transforms", "_outputs", "_options"},
+    "pipeline": {"_remat", "_stacks"},
     "state_dict": {"_stacks"},
     "stream": {"_outputs", "_rows", "_batches", "_options"},
 }

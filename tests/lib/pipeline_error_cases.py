@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import treescan
 from treescan import from_stages, pipeline, to_stages
 
+HOLDS = P("stage")
 XS, STACK = jnp.ones((4, 2, 3)), {"w": jnp.ones((4, 3, 3))}
 
 
@@ -22,7 +23,7 @@ def call(
     stage: Any = stage,
     xs: Any = XS,
     stack: Any = STACK,
-    split: Any = P("stage"),
+    split: Any = HOLDS,
     on: Any = None,
     kind: Any = AxisType.Auto,
     **options: Any,

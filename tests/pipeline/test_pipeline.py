@@ -1,4 +1,4 @@
-"""`pipeline` on eight devices: values and gradients are those of all layers on one device, one micro-batch at a time."""
+"""`pipeline` on eight devices: values and gradients are those of all layers on one device, for each micro-batch."""
 
 import functools
 from collections.abc import Callable
@@ -206,7 +206,7 @@ def test_nothing_of_the_bubble_reaches_a_gradient() -> None:
 
 
 def test_checkify_finds_nothing_in_the_bubble() -> None:
-    """With `check_vma=False`: otherwise JAX 0.10 does not type a loop under checkify in a `shard_map`, whatever loop."""
+    """With `check_vma=False`: JAX 0.10 does not type any loop under checkify in a `shard_map` otherwise."""
     run = jax.jit(checkify.checkify(over(stage, check_vma=False), errors=checkify.float_checks))
     error, ys = run(LAYERS_OF_ALL, XS)
     assert error.get() is None

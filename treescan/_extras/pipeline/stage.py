@@ -50,7 +50,7 @@ _COMMUNICATES = frozenset(
 )
 
 
-def trace_stage(body: Body, given: tuple[PyTree, PyTree, PyTree, Array], axis: str) -> Run:
+def trace_stage(body: Body, given: tuple[Any, ...], axis: str) -> Run:
     """A stage, traced once for values of the types that each tick gives it.
 
     Raises:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -31,19 +29,17 @@ def run_ticks(body: Body, schedule: Schedule, per: int, params: PyTree, xs: PyTr
     """
     device, last = jax.lax.axis_index(axis), schedule.stages - 1
     # Keys travel as numbers: devices send and add these up, and before 0.10 JAX cannot differentiate branches on keys.
-    kinds, of_x, given = impls_of((params, xs, args)), impls_of(xs), as_numbers((params, xs, args))
-    params, xs, args = _varying(*given, device)
+    kinds, of_x = impls_of((params, xs, args)), impls_of(xs)
+    params, xs, args = _varying(device, *as_numbers((params, xs, args)))
     parts = jax.tree.map(lambda leaf: leaf.reshape(-1, per, *leaf.shape[1:]) if leaf.ndim else leaf, params)
     fed = schedule.fed(xs)
     start = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), fed)  # what no stage reads
-
-    def given_to(parts: PyTree, x: PyTree, args: PyTree, number: Array) -> tuple[PyTree, PyTree, PyTree, Array]:
-        return *keys_of((_part(parts, number), x, args), kinds), (number * schedule.stages + device) * per
-
-    traced = trace_stage(body, given_to(parts, start, args, device * 0), axis)
+    given = *keys_of((_part(parts, device * 0), start, args), kinds), device
+    traced = trace_stage(body, given, axis)
 
     def run(layers: PyTree, x: PyTree, args: PyTree, first_layer: Array) -> PyTree:
-        return as_numbers(traced(*keys_of((layers, x, args), kinds), first_layer))
+        layers, x, args = keys_of((layers, x, args), kinds)
+        return as_numbers(traced(layers, x, args, first_layer))
 
     def either(runs: Array, number: Array, parts: PyTree, x: PyTree, args: PyTree) -> PyTree:
         return run_or_idle(run, runs, _part(parts, number), x, args, (number * schedule.stages + device) * per)
@@ -73,7 +69,7 @@ def _part(parts: PyTree, number: Array) -> PyTree:
     return jax.tree.map(of, parts)
 
 
-def _varying(params: PyTree, xs: PyTree, args: PyTree, device: Array) -> tuple[PyTree, PyTree, PyTree]:
+def _varying(device: Array, params: PyTree, xs: PyTree, args: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """Lets all vary over the stages, and what is differentiated over all axes over which micro-batches vary.
 
     So a cotangent is summed over devices once, after the loop, and not in each layer at each tick.
