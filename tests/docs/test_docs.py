@@ -57,7 +57,7 @@ LONG = (
     ),
     *(ROOT / "docs" / page for page in ("recipes/index.md", "frameworks.md")),
 )
-OF_DEVICES = [ROOT / "docs" / "guides" / "devices.md"]
+OF_DEVICES = [ROOT / "docs" / "guides" / f"{name}.md" for name in ("devices", "pipeline")]
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'
