@@ -1,15 +1,17 @@
-"""A pipeline in which each device runs a stage forward and one backward at each tick: 1F1B, in lockstep.
+"""A pipeline with a stage forward and one backward in each tick: 1F1B.
 
-`treescan.pipeline` runs all micro-batches forward before the first one goes backward, so the gradient saves what goes
-into a stage for all of them. Here the last stage sends the gradient of a micro-batch back as soon as it has its loss. A
-device then holds what went in for `2 * stages - 1` micro-batches, however many there are. For that, the loss is a part
-of the loop, and the loop returns gradients: it is a training step, and no function to differentiate.
+`treescan.pipeline` runs all micro-batches forward before the first one goes
+backward, so the gradient saves what goes into a stage for all of them. Here
+the last stage sends the gradient of a micro-batch back as soon as it has its
+loss. A device then holds what went in for `2 * stages - 1` micro-batches,
+however many there are. For that, the loss is a part of the loop, and the loop
+returns gradients: it is a training step, and no function to differentiate.
 
-The schedule is that of PipeDream-flush (Narayanan et al., "Memory-Efficient Pipeline-Parallel DNN Training", 2021,
-https://arxiv.org/abs/2006.09503), with a forward and a backward run in each tick.
+The schedule is that of PipeDream-flush, in lockstep: Narayanan et al.,
+"Memory-Efficient Pipeline-Parallel DNN Training", 2021,
+https://arxiv.org/abs/2006.09503
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +33,7 @@ def gradients(
     *,
     axis_name: str,
 ) -> tuple[Array, Any, Array]:
-    """The mean loss of all micro-batches, and its gradients with respect to params and xs.
+    """The mean loss of all micro-batches, and its gradients.
 
     Args:
         stage: as for `treescan.pipeline`; it may close over no array that
@@ -43,8 +45,9 @@ def gradients(
         axis_name: the mesh axis of the stages.
 
     Returns:
-        The loss and the gradient of xs on all devices of the axis, and
-        that of params. Sum them over the devices that split the batch.
+        The loss, the gradient of the layers of this device, and that of
+        xs. The first and the last are the same on all stages. Sum the first
+        two over the devices that split the batch.
     """
     stages = jax.lax.axis_size(axis_name)
     device = jax.lax.axis_index(axis_name)
@@ -90,8 +93,9 @@ def gradients(
         place = jnp.clip(due, 0, count - 1)
         kept = jnp.where(begins, of_x, at(of_xs, place))
         of_xs = jax.lax.dynamic_update_index_in_dim(of_xs, kept, place, 0)
-        sent = to_neighbour(y, axis_name, 1), to_neighbour(of_x, axis_name, -1)
-        return *sent, held, total + value, grads, of_xs
+        arrived = to_neighbour(y, axis_name, 1)
+        back = to_neighbour(of_x, axis_name, -1)
+        return arrived, back, held, total + value, grads, of_xs
 
     held = jnp.broadcast_to(zero, (held_at_once, *zero.shape))
     ticks = jnp.arange(count + 2 * (stages - 1))
@@ -102,7 +106,10 @@ def gradients(
 
 
 def varying(tree: Any, like: Any) -> Any:
-    """Arrays that vary over each mesh axis over which others do: a sum over devices then comes after the loop."""
+    """Arrays that vary over each mesh axis over which others do.
+
+    A sum of gradients over devices then comes after the loop, not within it.
+    """
     axes = frozenset[str]().union(*map(varies_over, jax.tree.leaves(like)))
 
     def of(leaf: Array) -> Array:
@@ -113,13 +120,16 @@ def varying(tree: Any, like: Any) -> Any:
 
 
 def varies_over(leaf: Array) -> frozenset[str]:
-    kind = jax.typeof(leaf)  # the attribute of JAX 0.10, and of the releases before
-    return kind.manual_axis_type.varying if hasattr(kind, "manual_axis_type") else kind.vma
+    kind = jax.typeof(leaf)
+    if hasattr(kind, "manual_axis_type"):
+        return kind.manual_axis_type.varying
+    return kind.vma  # before JAX 0.10
 
 
 def at(tree: Any, i: Array) -> Any:
-    pick = functools.partial(jax.lax.dynamic_index_in_dim, index=i, keepdims=False)
-    return jax.tree.map(pick, tree)
+    """The micro-batch of a number, which is clamped."""
+    pick = jax.lax.dynamic_index_in_dim
+    return jax.tree.map(lambda leaf: pick(leaf, i, keepdims=False), tree)
 
 
 def to_neighbour(leaf: Array, axis_name: str, by: int) -> Array:

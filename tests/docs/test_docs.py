@@ -53,7 +53,7 @@ LONG = (
     ),
     *(
         ROOT / "docs" / "guides" / f"{name}.md"
-        for name in ("layers-patterns", "devices", "migrating", "migrating-flax", "migrating-haiku")
+        for name in ("layers-patterns", "devices", "pipeline", "migrating", "migrating-flax", "migrating-haiku")
     ),
     *(ROOT / "docs" / page for page in ("recipes/index.md", "frameworks.md")),
 )

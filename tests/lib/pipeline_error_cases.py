@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import treescan
 from treescan import from_stages, pipeline, to_stages
 
-HOLDS = P("stage")
+HOLDS, WHOLE = P("stage"), P()
 XS, STACK = jnp.ones((4, 2, 3)), {"w": jnp.ones((4, 3, 3))}
 
 
@@ -24,6 +24,7 @@ def call(
     xs: Any = XS,
     stack: Any = STACK,
     split: Any = HOLDS,
+    of_xs: Any = WHOLE,
     on: Any = None,
     kind: Any = AxisType.Auto,
     **options: Any,
@@ -38,7 +39,7 @@ def call(
         return pipeline(own, stack, xs, **options)
 
     axes = {} if on is None else {"axis_names": on}
-    over = jax.shard_map(run, mesh=mesh, in_specs=(split, P(), P()), out_specs=P(), check_vma=on is None, **axes)
+    over = jax.shard_map(run, mesh=mesh, in_specs=(split, of_xs, P()), out_specs=P(), check_vma=on is None, **axes)
     return (jax.jit(over)(stack, xs, one),)
 
 
@@ -89,6 +90,8 @@ case(devices=True)(
     pipeline_no_micro_batches=lambda one: call(one, xs={"h": XS[:0]}),
     pipeline_scalar_in_xs=lambda one: call(one, xs={"h": XS, "scale": jnp.ones(())}),
     pipeline_sizes_of_xs=lambda one: call(one, xs={"h": XS, "mask": jnp.ones(3)}),
+    pipeline_of_the_same_layers=lambda one: call(one, split=P()),
+    pipeline_of_other_micro_batches=lambda one: call(one, xs={"h": XS}, of_xs=P("stage")),
     pipeline_of_no_layers=lambda one: call(one, stack={}),
     pipeline_x_dtype=lambda one: call(one, narrow),
     pipeline_x_shape=lambda one: call(one, wider, PAIR),

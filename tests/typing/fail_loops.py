@@ -17,6 +17,7 @@ from treescan import (
     mask_scan,
     pack,
     pad,
+    pipeline,
     plan_remat,
     scan,
     stream,
@@ -178,3 +179,14 @@ def chunk_state(chunk: State) -> Array:
 chunk_map(chunk_state, xs, 2)  # error
 chunk_map(chunk_state, init)  # error
 chunk_map(chunk_state, init, 2, reduce="mean")  # error
+
+# pipeline
+
+
+def stage(params: Array, x: State, first_layer: Array) -> State:
+    return x
+
+
+pipeline(stage, xs, init)  # error
+pipeline(stage, xs, xs, axis_name="stage")  # error
+pipeline(stage, xs, init, axis_name="stage", remat="step")  # error

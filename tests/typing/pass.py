@@ -22,10 +22,12 @@ from treescan import (
     measure_remat,
     pack,
     pad,
+    pipeline,
     plan_remat,
     repad,
     scan,
     stream,
+    to_stages,
     unpack,
     unpad,
 )
@@ -149,6 +151,21 @@ def chunk_state(chunk: State) -> Array:
 
 assert_type(chunk_map(chunk_state, State(xs, key), 2), Array)
 assert_type(chunk_map(chunk_loss, (xs, State(xs, key)), 2, reduce="sum", remat=None), tuple[Array, State])
+
+
+# pipeline
+
+
+def stage(params: Array, x: State, first_layer: Array) -> State:
+    return x
+
+
+def stage_with_args(params: Array, x: State, first_layer: Array, scale: Array) -> State:
+    return x
+
+
+assert_type(pipeline(stage, to_stages(xs, 4), State(xs, key), axis_name="stage", rounds=2), State)
+assert_type(pipeline(stage_with_args, xs, State(xs, key), axis_name="stage", args=(one,)), State)
 
 
 # mask_scan

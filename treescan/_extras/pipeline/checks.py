@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-from ..._avals import PyTree, describe_leaf, shape_of, shards_of
+from ..._avals import PyTree, describe_leaf, shape_of, shards_of, varying_axes
 from ..._errors import LayerFault, Misuse, Row, expect
 from ..._stacks.layer_axis import count_layers
 from ..._tree import leaves_with_path
@@ -37,6 +37,30 @@ def check_axis(name: Any) -> str:
         f"`jax.shard_map(lambda params, xs: treescan.pipeline(stage, params, xs, axis_name={name!r}), mesh=mesh, "
         f"in_specs=(jax.P({name!r}), jax.P()), out_specs=jax.P())`.",
     )
+
+
+def check_places(params: PyTree, xs: PyTree, axis: str) -> None:
+    """Refuses layers that all stages share, and micro-batches that they do not, where types say what varies."""
+    if axis not in varying_axes(jax.typeof(jax.lax.axis_index(axis))):
+        return
+
+    def varies(leaf: Any) -> bool:
+        return axis in varying_axes(jax.typeof(leaf))
+
+    layers = leaves_with_path("params", params)
+    if layers and not any(varies(leaf) for _, leaf in layers):
+        raise LayerFault(
+            "{call}: all stages were given the same layers, so each micro-batch would run through them on each stage.",
+            f"Split the first axis of the stack: `jax.shard_map(..., in_specs=(jax.P({axis!r}), ...))`.",
+            rows=[Row(path, f"varies over {axis!r}", describe_leaf(leaf)) for path, leaf in layers],
+        )
+    others = [(path, leaf) for path, leaf in leaves_with_path("xs", xs) if varies(leaf)]
+    if others:
+        raise Misuse(
+            "{call}: stages were given different micro-batches, of which only those of the first stage would run.",
+            f"Give all micro-batches to each stage: leave {axis!r} out of the `in_specs` of xs. Shard other axes.",
+            rows=[Row(path, f"the same along {axis!r}", describe_leaf(leaf)) for path, leaf in others],
+        )
 
 
 def count_micro_batches(xs: PyTree, stages: int, rounds: int) -> int:

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 
 from ..._arguments import check_keywords
-from ..._avals import PyTree, as_arrays
+from ..._avals import Array, PyTree, as_arrays
 from ..._errors import STEP_WORDS, expect, explain, verb
 from ..._stacks.layer_axis import freeze_shared
 from ..._tree import freeze_static
 from ..._types import StackOptions
 from ..._verbs.prepare import body_of
-from .checks import check_axis, count_micro_batches, count_of_round
+from .checks import check_axis, check_places, count_micro_batches, count_of_round
 from .order import expect_rounds
 from .schedule import Schedule
 from .stage import PIPELINE
 from .ticks import run_ticks
 
+Params = TypeVar("Params")
 X = TypeVar("X")
 
 ELSEWHERE = {
@@ -31,16 +32,24 @@ ELSEWHERE = {
 _WORDS = {**STEP_WORDS, "step": "stage", "init": "xs", "unit": "stage", "the_carry": "x", "a_carry": "an x"}
 
 
+@overload
+def pipeline(
+    stage: Callable[[Params, X, Array], X], params: Params, xs: X, *, axis_name: str, rounds: int = 1
+) -> X: ...
+@overload
+def pipeline(
+    stage: Callable[..., X], params: Any, xs: X, *, axis_name: str, rounds: int = 1, args: tuple[Any, ...]
+) -> X: ...
 @verb
 def pipeline(
     stage: Callable[..., Any],
     params: PyTree,
-    xs: X,
+    xs: PyTree,
     *,
     axis_name: str,
     rounds: int = 1,
     args: tuple[Any, ...] = (),
-) -> X:
+) -> Any:
     """Runs the layers of a stack on different devices, at the same time, each on another micro-batch.
 
     It is called in the user's own `jax.shard_map`, whose axis `axis_name` has a device for each stage. Each device
@@ -84,12 +93,12 @@ def pipeline(
         >>> import jax
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> from jax.sharding import PartitionSpec as P
+        >>> from jax.sharding import AxisType, PartitionSpec as P
         >>> def stage(params, x, first_layer):
         ...     return treescan.fold_layers(lambda w, x: x * w, x, params)
         >>> def of_device(params, xs):
         ...     return treescan.pipeline(stage, params, xs, axis_name="stage")
-        >>> mesh = jax.make_mesh((1,), ("stage",))
+        >>> mesh = jax.make_mesh((1,), ("stage",), axis_types=(AxisType.Auto,))
         >>> run = jax.shard_map(
         ...     of_device, mesh=mesh, in_specs=(P("stage"), P()), out_specs=P()
         ... )
@@ -103,6 +112,7 @@ def pipeline(
         check_keywords(body, {}, PIPELINE, takes)
         params, args = as_arrays(freeze_shared(params)), freeze_static(args, scalars=True)
         xs, stages = as_arrays(xs), jax.lax.axis_size(axis)
+        check_places(params, xs, axis)
         schedule = Schedule(stages, rounds, count_micro_batches(xs, stages, rounds))
         return run_ticks(body, schedule, count_of_round(params, rounds), params, xs, args, axis)
     except Exception as error:
