@@ -103,27 +103,30 @@ def assert_same(got: Any, want: Any, tolerance: float = 2e-5) -> None:
 EXPECTED = functools.cache(lambda stage: jax.jit(both(functools.partial(in_turn, stage=stage)))(LAYERS_OF_ALL, XS))
 
 
-@pytest.mark.parametrize("rounds", [1, 2, slow(4)])
-@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
-@pytest.mark.parametrize("own", [slow(stage), with_keys])
-def test_it_is_all_layers_on_each_micro_batch(own: Any, kind: Any, rounds: int) -> None:
+def gradients_in_order(own: Any, kind: Any, rounds: int, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    """As `both`, of layers and micro-batches that are on their devices, with the gradient in the order of the stack."""
     mesh = mesh_of(kind)
     layers = jax.device_put(to_stages(LAYERS_OF_ALL, STAGES, rounds), NamedSharding(mesh, HOLDS))
     xs = jax.device_put(XS, NamedSharding(mesh, ROWS_SPLIT))
     run = functools.partial(pipeline, own, axis_name="stage", rounds=rounds)
-    over_devices = jax.shard_map(run, mesh=mesh, in_specs=(HOLDS, ROWS_SPLIT), out_specs=ROWS_SPLIT)
+    over_devices = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
     ys, (of_layers, of_xs) = jax.jit(both(over_devices))(layers, xs)
-    of_layers = from_stages(of_layers, STAGES, rounds)
-    assert_same(jax.device_get((ys, (of_layers, of_xs))), EXPECTED(own))
+    return jax.device_get((ys, (from_stages(of_layers, STAGES, rounds), of_xs)))
+
+
+@pytest.mark.parametrize("rounds", [1, 2, slow(4)])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
+@pytest.mark.parametrize("own", [slow(stage), with_keys])
+def test_it_is_all_layers_on_each_micro_batch(own: Any, kind: Any, rounds: int) -> None:
+    got = gradients_in_order(own, kind, rounds, (HOLDS, ROWS_SPLIT), ROWS_SPLIT)
+    assert_same(got, EXPECTED(own))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 @pytest.mark.parametrize("rounds", [slow(1), 2])
 def test_other_axes_may_be_left_to_the_compiler(rounds: int, kind: Any) -> None:
-    mesh = mesh_of(kind)
-    xs = jax.device_put(XS, NamedSharding(mesh, ROWS_SPLIT))
-    run = over(with_keys, rounds, mesh=mesh, in_specs=(HOLDS, P()), out_specs=P(), axis_names={"stage"})
-    assert_same(jax.device_get(jax.jit(both(run))(LAYERS_OF_ALL, xs)), EXPECTED(with_keys))
+    got = gradients_in_order(with_keys, kind, rounds, (HOLDS, P()), P(), axis_names={"stage"})
+    assert_same(got, EXPECTED(with_keys))
 
 
 @pytest.mark.parametrize("rounds", [1, slow(2)])
