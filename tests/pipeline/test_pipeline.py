@@ -159,7 +159,8 @@ def test_weights_that_are_gathered_within_a_stage(rounds: int) -> None:
 REMATS = ["step", "nested", treescan.Remat(policy=jax.checkpoint_policies.dots_saveable)]
 
 
-@pytest.mark.parametrize("remat", [REMATS[0], *map(slow, REMATS[1:])])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", REMATS)
 def test_layers_may_be_recomputed_too(remat: Any) -> None:
     def own(params: Any, x: Any, first_layer: Any) -> Any:
         return treescan.fold_layers(block, x, params, remat=remat)
@@ -167,6 +168,7 @@ def test_layers_may_be_recomputed_too(remat: Any) -> None:
     assert_same(jax.jit(both(over(own)))(LAYERS_OF_ALL, XS), EXPECTED(stage))
 
 
+@pytest.mark.slow
 def test_chunks_of_rows_within_a_stage() -> None:
     def in_chunks(layer: Any, x: Any) -> Any:
         return treescan.chunk_map(functools.partial(block, layer), x, 1)
@@ -177,6 +179,7 @@ def test_chunks_of_rows_within_a_stage() -> None:
     assert_same(jax.jit(both(over(own)))(LAYERS_OF_ALL, XS), EXPECTED(stage))
 
 
+@pytest.mark.slow
 def test_without_types_of_what_varies() -> None:
     assert_same(jax.jit(both(over(with_keys, 2, check_vma=False)))(LAYERS_OF_ALL, XS), EXPECTED(with_keys))
 
@@ -208,6 +211,7 @@ def test_nothing_of_the_bubble_reaches_a_gradient() -> None:
         assert_same(jax.jit(both(over(stage)))(LAYERS_OF_ALL, XS), EXPECTED(stage))
 
 
+@pytest.mark.slow
 def test_checkify_finds_nothing_in_the_bubble() -> None:
     """With `check_vma=False`: JAX 0.10 does not type any loop under checkify in a `shard_map` otherwise."""
     run = jax.jit(checkify.checkify(over(stage, check_vma=False), errors=checkify.float_checks))
@@ -223,7 +227,8 @@ def test_fewer_micro_batches_than_stages(count: int) -> None:
     )
 
 
-@pytest.mark.parametrize("rounds", [1, slow(2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [1, 2])
 def test_one_stage(rounds: int) -> None:
     mesh = jax.make_mesh((1,), ("stage",), axis_types=(AxisType.Auto,))
     run = over(stage, rounds, mesh=mesh, in_specs=(HOLDS, P()), out_specs=P())
@@ -270,7 +275,7 @@ def skip_before_0_9() -> None:
 
 
 @pytest.mark.parametrize("rounds", [1, slow(2)])
-@pytest.mark.parametrize("how", ["jvp of grad", "grad of vmap of jit", *map(slow, TRANSFORMED)])
+@pytest.mark.parametrize("how", ["jvp of grad", *map(slow, TRANSFORMED)])
 def test_transformed(how: str, rounds: int) -> None:
     if "vmap" in how:
         skip_before_0_9()
@@ -278,6 +283,7 @@ def test_transformed(how: str, rounds: int) -> None:
     assert_same(got, want, 1e-4)
 
 
+@pytest.mark.slow
 def test_mapped_within_the_shard_map() -> None:
     skip_before_0_9()
 
@@ -290,6 +296,7 @@ def test_mapped_within_the_shard_map() -> None:
     assert_same(jax.jit(both(over_devices))(LAYERS_OF_ALL, SEVERAL[1]), want)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_each_device_takes() -> None:
     def own(layers: Any, xs: Any) -> Any:
         layers = jax.tree.map(lambda leaf: jax.lax.pcast(leaf, "data", to="varying"), layers)
@@ -391,6 +398,7 @@ def test_annotations_are_checked() -> None:
         jax.jit(over(own)).lower(LAYERS_OF_ALL, XS)
 
 
+@pytest.mark.slow
 def test_lengths_that_devices_share_may_mask_a_loop_within_a_stage() -> None:
     """The chunks of such a loop are chosen without asking other devices; those of lengths that vary are refused."""
     lengths = np.arange(ROWS // 2) % 3

@@ -54,7 +54,7 @@ def run_ticks(body: Body, schedule: Schedule, per: int, params: PyTree, xs: PyTr
         y = either(runs, number, parts, x, args)
         return _to_next(y, axis, schedule.stages), y
 
-    _, ys = scan(tick, start, (jnp.arange(schedule.ticks), fed), progress=False)
+    _, ys = scan(tick, start, (jnp.arange(schedule.ticks, dtype=jnp.int32), fed), progress=False)
     return keys_of(_from_device(last, schedule.last(ys), axis), of_x)
 
 
