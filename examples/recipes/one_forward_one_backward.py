@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import treescan
 
 Array = jax.Array
+Gradients = tuple[Array, Any, Array]
+"""A loss, and its gradients by layers of a device and by a micro-batch."""
 
 
 # --8<-- [start:step]
@@ -32,7 +34,7 @@ def gradients(
     targets: Any,
     *,
     axis_name: str,
-) -> tuple[Array, Any, Array]:
+) -> Gradients:
     """The mean loss of all micro-batches, and its gradients.
 
     Args:
@@ -58,23 +60,23 @@ def gradients(
     zero = jnp.zeros_like(xs[0])
     no_loss = jnp.sum(zero) * 0
 
-    def run(params, x):
+    def run(params: Any, x: Array) -> Array:
         return stage(params, x, first_layer)
 
-    def mean_loss(params, x, target):
+    def mean_loss(params: Any, x: Array, target: Any) -> Array:
         return loss(run(params, x), target) / count
 
-    def last(params, x, back, target):  # of the stages: it has the loss
+    def last(params: Any, x: Array, back: Array, target: Any) -> Gradients:
         value, pull = jax.vjp(mean_loss, params, x, target)
         return value, *pull(jnp.ones_like(value))[:2]
 
-    def between(params, x, back, target):
+    def between(params: Any, x: Array, back: Array, _: Any) -> Gradients:
         return no_loss, *jax.vjp(run, params, x)[1](back)
 
-    def idle(params, x, back, target):
+    def idle(*_: Any) -> Gradients:
         return no_loss, none, zero
 
-    def tick(carry, now):
+    def tick(carry: Any, now: Array) -> Any:
         arrived, back, held, total, grads, of_xs = carry
         forth = now - device  # the micro-batches that this device runs now
         due = now - (2 * (stages - 1) - device)

@@ -377,6 +377,13 @@ def test_layers_are_numbered_as_in_the_stack() -> None:
         assert_same(jax.jit(run)(numbers, jnp.asarray([[1.0, 2.0]] * COUNT)), jnp.stack([want] * COUNT))
 
 
+@pytest.mark.slow
+def test_where_jax_counts_in_64_bits() -> None:
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):  # of numbers of layers, in `fold_layers`
+        want = jax.jit(functools.partial(in_turn, stage=with_keys))(LAYERS_OF_ALL, XS)
+        assert_same(jax.jit(over(with_keys, 2))(LAYERS_OF_ALL, XS), want)
+
+
 def test_a_stage_is_traced_once() -> None:
     traces = []
 
