@@ -116,4 +116,5 @@ def pipeline_axis_not_manual(one):
 def pipeline_micro_batches_split(one):
     mesh = jax.make_mesh((2, 2), ("data", "stage"), axis_types=(AxisType.Explicit,) * 2)
     xs = jax.device_put(XS, NamedSharding(mesh, P("data")))
-    return call(one, xs=xs, on={"stage"}, kind=AxisType.Explicit)
+    stack = jax.device_put(STACK, NamedSharding(mesh, HOLDS))
+    return call(one, xs=xs, stack=stack, on={"stage"}, kind=AxisType.Explicit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,19 +36,10 @@ PIPELINE = Convention(
 Run = Callable[..., PyTree]
 """From (params of a round, x, args, the number of the first layer) to the next x."""
 
-_COMMUNICATES = frozenset(
-    {
-        *("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "pgather", "pmax", "pmin", "ppermute"),
-        *(
-            "psum",
-            "psum_invariant",
-            "ragged_all_to_all",
-            "reduce_scatter",
-            "unreduced_psum",
-            "unreduced_reduce_scatter",
-        ),
-    }
+_COMMUNICATES = re.compile(
+    r"(all_gather|all_to_all|pbroadcast|pgather|pmax|pmin|ppermute|psum|ragged_all|reduce_scatter|unreduced_).*"
 )
+"""The names of primitives that exchange anything, in any release of JAX."""
 
 
 def trace_stage(body: Body, given: tuple[Any, ...], axis: str) -> Run:
@@ -95,7 +87,7 @@ def _refuse_communication(jaxpr: Any, axis: str) -> None:
         named = equation.params.get("axes", equation.params.get("axis_name"))
         over = axis in (named if isinstance(named, tuple) else (named,))
         sends = any(getattr(var.aval, "size", 1) for var in equation.invars)  # a tie of ours has no entries
-        if over and sends and equation.primitive.name in _COMMUNICATES:
+        if over and sends and _COMMUNICATES.fullmatch(equation.primitive.name):
             name = equation.primitive.name.removesuffix("_invariant")
             raise BodyFault(
                 f"{{body}} waits for other stages: `{name}` communicates over {axis!r}, the axis of the pipeline. "
