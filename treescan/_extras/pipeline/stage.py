@@ -20,8 +20,9 @@ from ..._errors import BodyFault, Row
 from ..._loop.loop import Body
 from ..._remat.checkpoint import checkpoint, is_remat3
 from ..._trace.equations import equations_within
-from ..._trace.hoist import array_of, is_smooth, smooth_part
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of
+from ..._trace.smooth import is_smooth, smooth_part
+from ..._trace.steps import array_of
 from ..._trace.ties import tie
 from ..._tree import leaves_with_path, thaw_static
 

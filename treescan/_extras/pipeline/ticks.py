@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from ..._avals import Array, PyTree, devices_of, vary_over, varying_axes
 from ..._loop.loop import Body
 from ..._remat.checkpoint import checkpoint
-from ..._trace.hoist import is_smooth
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of
+from ..._trace.smooth import is_smooth
 from ..._verbs.scan import scan
 from .schedule import Schedule
 from .stage import run_or_idle, trace_stage
