@@ -1,7 +1,7 @@
 """The description of the package on an index: README.md without links that lead nowhere there.
 
 hatchling calls this while it builds the package. Links to files of the repository become absolute if `[project.urls]`
-has a `Source`, and plain text if it has none.
+has a `Source`, and plain text if it has none; what is only a list of links is then left out.
 """
 
 import re
@@ -11,6 +11,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 REFERENCE = re.compile(r"^\[([\w-]+)\]: (?!https?:)(\S+)\n?", re.MULTILINE)
 LINK = re.compile(r"(!?)\[([^\]]+)\](?:\((?!https?:)([^)]+)\)|\[([\w-]+)\])")
+ONLY_LINKS = re.compile(r"<!-- links -->.*?<!-- /links -->\n+", re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 TITLE = re.compile(r'^```python title="[^"]*"$', re.MULTILINE)
 
@@ -29,6 +30,8 @@ def description(readme: str, source: str | None, version: str) -> str:
             return f"{image}[{text}]({source}/{kind}/v{version}/{target})"
         return "" if image else text
 
+    if source is None:
+        readme = ONLY_LINKS.sub("", readme)
     prose = re.split(r"(^```.*?^```$)", TITLE.sub("```python", COMMENT.sub("", readme)), flags=re.MULTILINE | re.DOTALL)
     return "".join(part if n % 2 else LINK.sub(absolute, REFERENCE.sub("", part)) for n, part in enumerate(prose))
 
