@@ -417,6 +417,7 @@ def table() -> str:
 QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # and the page of the answer
     (("Few steps, or steps", "that differ?"), ("for",), "#what-they-take"),
     (("Layers of one model?",), ("fold_layers", "scan_layers"), "guides/layers.html"),
+    (("A linear recurrence,", "h = a * h + b?"), ("linear_scan",), "guides/linear-recurrences.html"),
     (("Rows of unequal length", "in one batch?"), ("mask_scan",), "guides/variable-length.html"),
     (("Stop on a condition?",), ("while_scan",), "guides/early-exit.html"),
     (("Only a counter,", "no inputs?"), ("fori",), "reference/scan.html#treescan.fori"),

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 
 import jax
 
 from ._avals import PyTree
+
+
+def check_installed(module: str) -> None:
+    """Refuses to import a module that needs flax, where there is none."""
+    if importlib.util.find_spec("flax") is None:
+        says = f"`{module}` needs flax, which is not installed. `pip install 'treescan[flax]'` installs it."
+        raise ModuleNotFoundError(says, name="flax")
 
 
 def variable_classes() -> tuple[type, ...]:

@@ -163,7 +163,9 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
         assert line.endswith(f"| {ratio(*row):.2f} | `{row[0]}` |")
     memory = found("masked", "memory", "B=32, memory, default, gradient", "where by hand")
     sizes = [f"{memory[part] / 1e6:.1f} MB" for part in ("candidate_bytes", "peer_bytes")]
-    assert f"allocates {sizes[0]} with `mask_scan`, and {sizes[1]} with a `where` in each step" in " ".join(readme.split())
+    assert f"allocates {sizes[0]} with `mask_scan`, and {sizes[1]} with a `where` in each step" in " ".join(
+        readme.split()
+    )
 
 
 def test_a_suite_that_cannot_be_measured_here_leaves_its_results_alone(tmp_path):

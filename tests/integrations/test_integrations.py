@@ -11,6 +11,7 @@ from flax import nnx
 from jaxprs import equations, num_consts
 
 import treescan
+from scripts import printed
 from treescan.carries import cast, stop_gradient
 from treescan.integrations.nnx import ModuleCarry
 from treescan.testing import check_carry
@@ -135,3 +136,10 @@ def test_a_module_of_another_structure() -> None:
         treescan.scan(grow, nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
     with pytest.raises(treescan.errors.PluginError, match="instead of the module that it was given"):
         treescan.scan(lambda module, x: (x, None), nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
+
+
+@pytest.mark.parametrize("name", ["flax", "nnx"])
+def test_without_flax_it_says_how_to_install_it(name: str) -> None:
+    tried = f"try: import treescan.integrations.{name}\nexcept ImportError as error: print(error)"
+    found = printed("-c", f"import sys; sys.modules['flax'] = None\n{tried}")
+    assert "needs flax, which is not installed. `pip install 'treescan[flax]'` installs it." in found

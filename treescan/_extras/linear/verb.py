@@ -60,7 +60,7 @@ def linear_scan(
 ) -> tuple[PyTree, PyTree]:
     """Solves the linear recurrence `h[t] = a[t] * h[t-1] + b[t]`, with masks, resets and packed sequences.
 
-    It returns what `scan` and `mask_scan` of this body return, and its gradient saves a and h, and nothing else:
+    It returns what `scan` and `mask_scan` of this body return. Its gradient saves a and h, and nothing else:
 
         def step(h, x):
             a, b = x
@@ -94,8 +94,8 @@ def linear_scan(
             backend, because no other was faster where it was measured. In the other two, a product of factors that
             overflows within a segment makes its later states infinite or NaN.
         axis_name: inside of `jax.shard_map`, the mesh axis over which the steps are split: each device has the steps of
-            its own, and devices exchange a product and a state log2(D) times. `lengths` and the states that are
-            returned are then those of all steps, and `mask` and `resets` those of the device.
+            its own. Devices exchange a product and a state log2(D) times, and the last state once with all. `lengths`
+            and the states that are returned are then those of all steps, and `mask` and `resets` those of the device.
 
     Returns:
         The state after each row's last valid step, in the dtype of the state, and all states `[T, *batch, ...]` in the

@@ -126,7 +126,7 @@ class Folder:
         if importlib.util.find_spec("orbax") is None:
             raise Misuse(
                 "{call}: `checkpoint` needs orbax, which is not installed.",
-                "`pip install orbax-checkpoint` installs it.",
+                "`pip install 'treescan[checkpoint]'` installs it.",
             )
         self._orbax = importlib.import_module("orbax.checkpoint")
         with self._locked():

@@ -105,7 +105,7 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     if isinstance(meter, Tqdm) and not has_tqdm():
         raise Misuse(
             "{call}: the meter is `Tqdm()`, but tqdm is not installed.",
-            "`pip install tqdm` installs it. `treescan.meters.Text()` needs nothing.",
+            "`pip install 'treescan[progress]'` installs it. `treescan.meters.Text()` needs nothing.",
         )
     return meter
 
