@@ -55,7 +55,8 @@ LONG = (
         ROOT / "docs" / "guides" / f"{name}.md"
         for name in ("layers-patterns", "devices", "pipeline", "migrating", "migrating-flax", "migrating-haiku")
     ),
-    *(ROOT / "docs" / page for page in ("recipes/index.md", "frameworks.md")),
+    *(ROOT / "docs" / "recipes" / f"{name}.md" for name in ("index", "rows", "numbers", "speech")),
+    ROOT / "docs" / "frameworks.md",
 )
 OF_DEVICES = [ROOT / "docs" / "guides" / f"{name}.md" for name in ("devices", "pipeline")]
 FENCE = re.compile(
