@@ -85,16 +85,23 @@ def copied(*, ends_early: bool = False, options: bool = False) -> list[str]:
 
 
 def table(modules: list[str], total: list[str] | None = None) -> list[str]:
-    """The files of some modules that have code, with their lines; and how many there are, or are of more modules."""
-    rows = [
-        (file_of(module).relative_to(PACKAGE).as_posix(), count) for module in modules if (count := lines_of(module))
-    ]
+    """The files of some modules that have code, by folders, with their lines; and the sum of these, or of more."""
+    folders = dict[str, list[tuple[str, int]]]()
+    for module in modules:
+        if count := lines_of(module):
+            file = file_of(module).relative_to(PACKAGE)
+            folders.setdefault(f"{file.parent}/".removeprefix("./"), []).append((file.name, count))
     counts = [count for module in total or modules if (count := lines_of(module))]
+    rows = [
+        f"| {f'`{folder}`' if folder else 'the package'} | {', '.join(f'`{name}` {count}' for name, count in files)} "
+        f"| {sum(count for _, count in files):,} |"
+        for folder, files in sorted(folders.items())
+    ]
     return [
-        "| file | lines |",
-        "|---|--:|",
-        *(f"| `{name}` | {count} |" for name, count in rows),
-        f"| all {len(counts)} | {sum(counts):,} |",
+        "| folder | files, and their lines | lines |",
+        "|---|---|--:|",
+        *rows,
+        f"| all | {len(counts)} files | {sum(counts):,} |",
         "",
     ]
 

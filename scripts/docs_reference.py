@@ -10,7 +10,7 @@ SECTION = re.compile(
     r'<p><span class="doc-section-title">(?P<title>[\w ]+):</span></p>\s*<ul>(?P<items>.*?)\n    </ul>', re.DOTALL
 )
 ITEM = re.compile(
-    r'<li class="doc-section-item field-body">\s*(?P<head>.*?)\s*–\s*'
+    r'<li class="doc-section-item field-body">\s*(?P<head>.*?)\s*\u2013\s*'
     r'<div class="doc-md-description">\s*<p>(?P<first>.*?)</p>(?P<more>.*?)</div>\s*</li>',
     re.DOTALL,
 )
@@ -40,6 +40,6 @@ def _line(item: re.Match[str], *, typed: bool) -> str:
     own, rest = (sentence["own"], f"<p>{sentence['rest']}</p>") if sentence else (item["first"], "")
     more = f"{rest}{item['more'].rstrip()}"
     if len(re.sub(r"<[^>]+>", "", more)) < SHORT:
-        return f'<li class="field-body">{head} – {item["first"]}{item["more"].rstrip()}</li>'
-    summary = f"<summary>{head} – {LINK.sub('', own)}</summary>"
+        return f'<li class="field-body">{head}: {item["first"]}{item["more"].rstrip()}</li>'
+    summary = f"<summary>{head}: {LINK.sub('', own)}</summary>"
     return f'<li class="field-body"><details class="more">{summary}{more}</details></li>'

@@ -460,11 +460,17 @@ def _first_sentence(file: Path) -> str:
 
 
 def files() -> str:
-    """Every file of the package with its thought: the first line of its docstring."""
-    lines = []
+    """Every file of the package with its thought, the first line of its docstring: a list for each folder, folded."""
+    folders = dict[str, list[Path]]()
     for file in sorted(PACKAGE.rglob("*.py"), key=_place_of):
-        lines.append(f"- `{file.relative_to(PACKAGE)}`: {_first_sentence(file)}")
-    return "\n".join(lines) + "\n"
+        folders.setdefault(file.relative_to(PACKAGE).parts[0] if file.parent != PACKAGE else "", []).append(file)
+    parts = list[str]()
+    for folder, those in folders.items():
+        name = f"<code>{folder}/</code>" if folder else "files of the package itself"
+        lines = [f"- `{file.relative_to(PACKAGE)}`: {_first_sentence(file)}" for file in those]
+        summary = f"<summary>{name}: {len(those)} files</summary>"
+        parts.append("\n".join(['<details class="more" markdown>', summary, "", *lines, "", "</details>", ""]))
+    return "\n".join(parts)
 
 
 def _place_of(file: Path) -> tuple[int, str]:

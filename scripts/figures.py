@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+PAGES = (PAGE, PAGE.with_name("benchmarks-by-loop.md"))
 CHARTS_FOLDER = ROOT / "docs" / "pictures" / "charts"
 PART = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 TICKS = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
@@ -712,7 +713,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
 def main() -> None:
     """Writes the page, its charts, and the files of all numbers."""
     reports = suites()
-    PAGE.write_text(page_of(PAGE.read_text(), reports))
+    for page in PAGES:
+        page.write_text(page_of(page.read_text(), reports))
     CHARTS_FOLDER.mkdir(exist_ok=True)
     for file, content in (charts(reports) | texts(reports)).items():
         file.write_text(content)

@@ -451,7 +451,9 @@ def page_of(page: str) -> str:
     head, _, _ = page.partition(START)
     parts = [head + START]
     for kind, topics in TOPICS.items():
-        parts += [f"**{kind}**\n", "".join(f"- {topic.title}\n" for topic in topics)]
+        titles = "".join(f"- {topic.title}\n" for topic in topics)
+        summary = f"<summary>{kind}: {topics[0].title}, ...</summary>"
+        parts.append(f'<details class="more" markdown>\n{summary}\n\n{titles}\n</details>\n')
     return "\n".join(parts)
 
 

@@ -75,21 +75,7 @@ else:
             "_extras.stream.verb": "stream",
             "_verbs.while_scan": "while_scan",
         },
-        {  # names before 0.1, until 0.2
-            "treescan.errors.*": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError "
-            "NonFiniteError PluginError PluginWarning SignatureError TracedArgumentError",
-            "treescan.lifting.*": "In Out lift",
-            "treescan.meters.*": "AbstractProgressMeter Progress Text Tqdm",
-            "treescan.state_dict.*": "layers_from_state_dict layers_to_state_dict",
-            "treescan.stream(..., parts=True)": "stream_parts",
-            "treescan.types.*": "Description FiniteReport Measurements NonFinite Part RematPlan WhileResult",
-        },
         {  # where other names are
-            "`treescan.carries.*`": "AbstractCarry Best Buffer Cast ClipGradient Ema Keys Moments RunningSum "
-            "Statistics StopGradient Window as_seen best buffer carry_of cast clip_gradient ema keys moments read_tree "
-            "register_carry running_sum stop_gradient window write_tree",
-            "`treescan.options.*`": "Around Feed Option Slot Step",
-            "`treescan.testing.*`": "check_carry",
             "`treescan.integrations.flax.*`": "RNN",
             "`treescan.integrations.nnx.*`": "ModuleCarry",
             '`treescan.linear_scan(a, b, method="parallel")` for what is linear, and `jax.lax.*`': "associative_scan",

@@ -18,42 +18,44 @@ from typing import Any
 
 
 def on_first_use(
-    package: str,
-    homes: Mapping[str, str],
-    moved: Mapping[str, str] | None = None,
-    elsewhere: Mapping[str, str] | None = None,
+    package: str, homes: Mapping[str, str], elsewhere: Mapping[str, str] | None = None
 ) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
     """`__all__`, `__getattr__` and `__dir__` of a module whose public names are imported when they are first read.
 
     Args:
         package: its name.
         homes: for each module the names that it holds, in one text; those of "." are modules themselves.
-        moved: for each new name the old ones, in one text; `*` is an old name.
-        elsewhere: the same of names that were never here, with what there is instead.
+        elsewhere: names that its modules do not hold, in one text for each answer; `*` is the name.
     """
     home_of = {name: home for home, names in homes.items() for name in names.split()}
-    new_of, there_is = (
-        {name: new.replace("*", name) for new, names in (table or {}).items() for name in names.split()}
-        for table in (moved, elsewhere)
-    )
 
     def find(name: str) -> Any:
-        if name in new_of:
-            raise AttributeError(f"`{package}.{name}` is now `{new_of[name]}`.")
-        if name in there_is:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}. There is {there_is[name]}.")
         if name not in home_of:
-            import difflib
-
-            near = difflib.get_close_matches(name, home_of, 1)
-            meant = f". Did you mean `{near[0]}`?" if near else ""
-            raise AttributeError(f"module {package!r} has no attribute {name!r}{meant}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{hint(name)}")
         inside = sys.modules[package].__package__
         if home_of[name] == ".":
             return importlib.import_module(f".{name}", inside)
         value = getattr(importlib.import_module(f".{home_of[name]}", inside), name)
         setattr(sys.modules[package], name, value)
         return value
+
+    def hint(name: str) -> str:
+        """Where the name is, or one that is spelled much like it."""
+        if name.startswith("_"):  # Python asks for many
+            return ""
+        import difflib
+
+        there_is = {
+            each: says.replace("*", each) for says, names in (elsewhere or {}).items() for each in names.split()
+        }
+        for module in homes.get(".", "").split():
+            public = importlib.import_module(f"{package}.{module}").__all__
+            there_is |= {each: f"`{package}.{module}.{each}`" for each in public}
+        if name in there_is:
+            return f". There is {there_is[name]}."
+        near = difflib.get_close_matches(name, [*home_of, *there_is], 1)
+        meant = [there_is.get(each, f"`{each}`") for each in near]
+        return f". Did you mean {meant[0]}?" if meant else ""
 
     def names() -> list[str]:
         there = vars(sys.modules[package]).items()

@@ -347,29 +347,15 @@ def test_init_holds_exports_and_nothing_else(package: str) -> None:
     assert set(module.__all__) == {name for name, home in exported.items() if home != "."}
 
 
-NEW_NAMES = {
-    "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError PluginError "
-    "PluginWarning SignatureError TracedArgumentError": "treescan.errors.*",
-    "In Out lift": "treescan.lifting.*",
-    "AbstractProgressMeter Progress Text Tqdm": "treescan.meters.*",
-    "layers_from_state_dict layers_to_state_dict": "treescan.state_dict.*",
-    "Description FiniteReport Measurements NonFinite Part RematPlan WhileResult": "treescan.types.*",
-    "stream_parts": "treescan.stream(..., parts=True)",
-    "carries.sum_": "treescan.carries.running_sum",
-    "carries.Sum": "treescan.carries.RunningSum",
-}
-
-
-def test_an_old_name_is_told_the_new_one() -> None:
-    assert len(public_module("__init__").__all__) <= 40
-    for old, new in ((old, new.replace("*", old)) for names, new in NEW_NAMES.items() for old in names.split()):
-        with pytest.raises(AttributeError, match=re.escape(f"`treescan.{old}` is now `{new}`.")):
-            functools.reduce(getattr, old.split("."), treescan)
-        assert functools.reduce(getattr, new.partition("(")[0].split(".")[1:], treescan)
-
-
 @pytest.mark.parametrize(
-    ("name", "near"), [("masked_scan", "mask_scan"), ("while_loop", "while_scan"), ("fori_loop", "fori")]
+    ("name", "near"),
+    [
+        ("masked_scan", "mask_scan"),
+        ("while_loop", "while_scan"),
+        ("fori_loop", "fori"),
+        ("CaryError", "treescan.errors.CarryError"),
+        ("check_cary", "treescan.testing.check_carry"),
+    ],
 )
 def test_a_name_that_is_near_is_told(name: str, near: str) -> None:
     with pytest.raises(AttributeError, match=f"no attribute '{name}'. Did you mean `{near}`"):
@@ -378,7 +364,21 @@ def test_a_name_that_is_near_is_told(name: str, near: str) -> None:
         getattr(treescan, "zzz")  # noqa: B009
 
 
-@pytest.mark.parametrize("home", ["carries", "options", "testing", "integrations.flax", "integrations.nnx"])
+@pytest.mark.parametrize(
+    "home",
+    [
+        "carries",
+        "errors",
+        "lifting",
+        "meters",
+        "options",
+        "state_dict",
+        "testing",
+        "types",
+        "integrations.flax",
+        "integrations.nnx",
+    ],
+)
 def test_names_of_public_modules_are_found(home: str) -> None:
     module = importlib.import_module(f"treescan.{home}")
     names = {name for name in dir(module) if name[0] != "_"}

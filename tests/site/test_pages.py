@@ -68,8 +68,9 @@ def test_page_on_a_phone(server: str, visit: Open, page: str) -> None:
     assert opened.evaluate(COVERED) == 0
 
 
-def test_words_of_charts_are_not_cut_on_a_phone(server: str, visit: Open) -> None:
-    opened = visit(f"{server}/benchmarks.html", phone=True)
+@pytest.mark.parametrize("page", ["benchmarks.html", "benchmarks-by-loop.html"])
+def test_words_of_charts_are_not_cut_on_a_phone(server: str, visit: Open, page: str) -> None:
+    opened = visit(f"{server}/{page}", phone=True)
     cut = """() => [...document.querySelectorAll(".ratios text")]
         .filter(text => text.getBoundingClientRect().right > document.documentElement.clientWidth)
         .map(text => text.textContent)"""

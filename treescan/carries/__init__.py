@@ -45,5 +45,4 @@ else:
             "_registry": "register_carry",
             "_sums": "RunningSum running_sum",
         },
-        {"treescan.carries.RunningSum": "Sum", "treescan.carries.running_sum": "sum_"},  # until 0.2
     )
