@@ -17,7 +17,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = ("vowels", "llama", "solvers", "plugin")
+PAGES = ("vowels", "packed-vowels", "llama", "llama-cache", "solvers", "plugin")
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n(?P<code>.*?)^```\n',

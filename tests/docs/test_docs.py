@@ -45,7 +45,7 @@ TUTORIALS = ROOT / "docs" / "tutorials"
 TUTORIAL = TUTORIALS / "plugin.md"
 # What compiles more than a few programs: the rest is enough to see every day that pages run at all.
 LONG = (
-    *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama", "solvers")),
+    *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "packed-vowels", "llama", "llama-cache", "solvers")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers", "flax", "random-keys", "training")),
     *(
         ROOT / "docs" / "guides" / f"{name}.md"
@@ -53,12 +53,20 @@ LONG = (
     ),
     *(
         ROOT / "docs" / "guides" / f"{name}.md"
-        for name in ("layers-patterns", "devices", "pipeline", "migrating", "migrating-flax", "migrating-haiku")
+        for name in (
+            "layers-patterns",
+            "devices",
+            "devices-layers",
+            "pipeline",
+            "migrating",
+            "migrating-flax",
+            "migrating-haiku",
+        )
     ),
     *(ROOT / "docs" / "recipes" / f"{name}.md" for name in ("index", "rows", "numbers", "speech")),
     ROOT / "docs" / "frameworks.md",
 )
-OF_DEVICES = [ROOT / "docs" / "guides" / f"{name}.md" for name in ("devices", "pipeline")]
+OF_DEVICES = [ROOT / "docs" / "guides" / f"{name}.md" for name in ("devices", "devices-layers", "pipeline")]
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'
@@ -336,23 +344,24 @@ def definitions(code: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("page", "examples", "leaves_out", "simpler"),
+    ("pages", "examples", "leaves_out", "simpler"),
     [
-        ("vowels.md", ["vowels.py", "packed_vowels.py"], {"main"}, set()),
+        (["vowels.md", "packed-vowels.md"], ["vowels.py", "packed_vowels.py"], {"main"}, set()),
         (
-            "llama.md",
+            ["llama.md", "llama-cache.md"],
             ["llama.py"],
             {"mean_loss", "place", "stretches", "fit", "run", "main"},
             {"gathered", "init_params"},
         ),
-        ("solvers.md", ["early_exit.py"], {"Letters", "read_letters", "decode", "main"}, set()),
+        (["solvers.md"], ["early_exit.py"], {"Letters", "read_letters", "decode", "main"}, set()),
     ],
 )
 def test_a_tutorial_has_the_code_of_its_example(
-    page: str, examples: list[str], leaves_out: set[str], simpler: set[str]
+    pages: list[str], examples: list[str], leaves_out: set[str], simpler: set[str]
 ) -> None:
     """All of it but what it leaves out; some of it in a simpler form."""
-    fences = [fence for fence in FENCE.finditer((TUTORIALS / page).read_text()) if "--8<--" not in fence["code"]]
+    text = "\n".join((TUTORIALS / page).read_text() for page in pages)
+    fences = [fence for fence in FENCE.finditer(text) if "--8<--" not in fence["code"]]
     code = [fence["code"] for fence in fences if fence["language"] in ("python", "py")]
     shown = [definition for block in code for definition in definitions(block)]
     written = [found for file in examples for found in definitions((EXAMPLES / file).read_text())]

@@ -67,7 +67,7 @@ def test_programs_find_every_page() -> None:
     assert sorted(listed) == PAGES
 
 
-@pytest.mark.parametrize("name", ["vowels", "llama", "solvers", "plugin"])
+@pytest.mark.parametrize("name", ["vowels", "packed-vowels", "llama", "llama-cache", "solvers", "plugin"])
 def test_a_tutorial_has_its_notebook(server: str, visit: Open, name: str) -> None:
     page = visit(f"{server}/tutorials/{name}.html")
     with page.expect_download() as download:
