@@ -1,7 +1,7 @@
 """Commands of an installed treescan.
 
-`python -m treescan` prints the versions that a report of a bug needs.
-`python -m treescan explain CarryError` explains an error.
+`python -m treescan` prints the versions that a report of a bug needs, `--version` only that of treescan.
+`python -m treescan explain CarryError` explains an error, `explain` alone lists all of them.
 `python -m treescan plugins` lists the custom carries of installed distributions.
 """
 
@@ -20,7 +20,8 @@ import textwrap
 import warnings
 from pathlib import Path
 
-from ._errors import PUBLIC
+from . import __version__
+from ._errors import PUBLIC, TreescanError
 from ._text import WIDTH, table
 from .carries._registry import GROUP, discovers, load, plugins
 
@@ -32,16 +33,21 @@ def main(arguments: list[str] | None = None) -> int:
         The exit status: 1 if a plugin failed.
     """
     parser = argparse.ArgumentParser("python -m treescan")
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(
         dest="command", metavar="command", description="Without a command: the versions that a report of a bug needs."
     )
-    kinds = [kind.__name__ for kind in PUBLIC]
+    kinds = {kind.__name__: kind for kind in (TreescanError, *PUBLIC)}
     explaining = commands.add_parser("explain", help="says what an error or a warning means, and what to do about it")
-    explaining.add_argument("name", metavar="name", help=f"one of {', '.join(kinds)}")
+    explaining.add_argument("name", nargs="?", help=f"one of {', '.join(kinds)}; without it, they are listed")
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
     parsed = parser.parse_args(arguments)
+    if parsed.command == "explain" and parsed.name is None:
+        rows = [(name, (kind.__doc__ or "").splitlines()[0]) for name, kind in kinds.items()]
+        print(table(("name", "says"), rows))  # noqa: T201, a program for a terminal
+        return 0
     if parsed.command == "explain":
         name = parsed.name.removeprefix("treescan.").removeprefix("errors.")  # as a traceback prints it
         known = {kind.lower(): kind for kind in kinds}

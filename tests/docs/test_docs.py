@@ -294,6 +294,20 @@ def test_the_description_on_an_index_has_no_links_into_the_repository() -> None:
     assert "](https://host/project/raw/v1.0/docs/assets/ragged.svg)" in linked
 
 
+def test_explain_without_a_name_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    listed = re.findall(r"^  name +(\w+)$", capsys.readouterr().out, re.MULTILINE)
+    assert set(listed) == {"TreescanError", *treescan.errors.__all__}
+    for name in listed:
+        assert main(["explain", name]) == 0
+
+
+def test_the_command_has_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"{treescan.__version__}\n"
+
+
 @pytest.mark.parametrize(("name", "told"), [("CaryError", "did you mean CarryError?"), ("foo", "PluginWarning")])
 def test_a_name_that_is_none_is_told_another(name: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):

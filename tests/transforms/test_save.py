@@ -304,3 +304,11 @@ def test_the_products_of_a_chunk_are_computed_at_once(remat):
     assert (max(dots), max(plain)) == (2, 3)  # two of the step; three of its derivative, or one and two for each chunk
     for got, want in zip(*(jax.jit(each)(*given) for each in gradients), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_that_is_too_short_to_keep_anything_says_so():
+    xs = jnp.ones(10)
+    with pytest.warns(UserWarning, match=r"`save=20` keeps no output of 10 steps"):
+        assert treescan.scan(lambda c, x: (c + x, c), 0.0, xs, save=20)[1].shape == (0,)
+    for length, options in ((10, {"save": 10}), (10, {"save": 20, "offset": 20}), (0, {"save": 20})):
+        treescan.scan(lambda c, x: (c + x, c), 0.0, xs[:length], **options)  # warnings are errors here

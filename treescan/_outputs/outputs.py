@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import Array, PyTree, as_arrays, exact_int, place_like
-from .._errors import ArgumentError, Misuse, expect
+from .._errors import ArgumentError, Misuse, expect, warn_user
 from .._loop.chunk import Level, RunChunk, run_chunked
 from .._loop.feed import Feed, one_step
 from .._loop.loop import Arrays, Loop, Plan, Step, is_untraced
@@ -62,10 +62,19 @@ class KeepOutputs(Transform):
         keeps, structure = spread_keeps(save, loop.hoisted.y), jax.tree.structure(loop.hoisted.y)
         if is_thinned(keeps):
             refuse_symbolic(loop.length, "save")
+            if loop.offset is None:  # the last part of a run may be short
+                warn_of_nothing(keeps, loop.length)
             if loop.hoisted.refs:
                 refuse_with_refs("save")
         loop = loop.having(keeps=keeps)
         return loop.finished(ys=lambda result: without_dropped(kept_leaves(result.ys, keeps), structure, save))
+
+
+def warn_of_nothing(keeps: tuple[Keep, ...], length: int) -> None:
+    """Warns if each k-th output is to be kept of less than k steps."""
+    for keep in {keep for keep in keeps if keep is not None and keep > length}:
+        says = f'`save={keep}` keeps no output of {length} steps. `save="last"` keeps that of the last one.'
+        warn_user(says, UserWarning)
 
 
 def refuse_parts_of_keeps(save: Prefix, call: Call, given: Arguments) -> None:

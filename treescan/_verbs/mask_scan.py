@@ -122,8 +122,8 @@ def mask_scan(
     steps in which no row is valid are skipped, forward, in the gradient, in reverse and under `jax.vmap`. With
     `compact=True`, the other chunks run only the rows that are valid.
 
-    Where nothing is differentiated, the body may see padding itself, whose results are discarded; in a gradient, it
-    sees values of a valid step in its place. It always sees the latter if it takes `valid`, if all rows share a leaf of
+    Where nothing is differentiated, the body may see padding itself, whose results are discarded. Under `grad`, padded
+    rows get a valid step's values instead. They always do if the body takes `valid`, if all rows share a leaf of
     the carry or of x, if it has an inner `while`, a `jax.custom_vjp`, a callback or another effect, or under
     `jax_debug_nans`.
 
