@@ -29,7 +29,8 @@ REPRS = {
     padded: "Padded(data=float32[3,2,2], lengths=[3 2])",
     packed: "Packed(data=float32[5,1,2], mask=bool[5,1], resets=bool[5,1], "
     "index=PackIndex(row=[0 0], start=[0 3], length=[3 2]), init=None)",
-    ended: "WhileResult(carry=[3. 3.], ys={'a': [[0. 1.] [1. 2.] [2. 0.] [0. 0.] [0. 0.]]}, steps=[3 2], stopped=[ True  True])",
+    ended: "WhileResult(carry=[3. 3.], ys={'a': [[0. 1.] [1. 2.] [2. 0.] [0. 0.] [0. 0.]]}, steps=[3 2], "
+    "stopped=[ True  True])",
 }
 
 

@@ -73,7 +73,7 @@ class KeepOutputs(Transform):
 def warn_of_nothing(keeps: tuple[Keep, ...], length: int) -> None:
     """Warns if each k-th output is to be kept of less than k steps."""
     for keep in {keep for keep in keeps if keep is not None and keep > length}:
-        says = f'`save={keep}` keeps no output of {length} steps. `save="last"` keeps that of the last one.'
+        says = f'`save={keep}` keeps no output, because there are only {length}. `save="last"` keeps the last one.'
         warn_user(says, UserWarning)
 
 
