@@ -81,11 +81,11 @@ def test_the_parameters_of_mask_scan_are_grouped() -> None:
 
 
 def test_options_show_their_constructors() -> None:
-    page = (SITE / "reference" / "options.html").read_text()
     for name, fields in {
         "Remat": "policy levels chunk offload budget",
         "meters.Progress": "label show updates",
     }.items():
+        page = (SITE / "reference" / ("remat.html" if name == "Remat" else "progress.html")).read_text()
         signature = re.search(r"doc-signature.*?</div>", page.partition(f'id="treescan.{name}"')[2], re.DOTALL)
         assert signature
         text = re.sub(r"<[^>]+>", "", signature[0])
@@ -96,3 +96,16 @@ def test_inner_names_are_not_shown() -> None:
     for page in (SITE / "reference").glob("*.html"):
         text = re.sub(r"<[^>]+>", "", page.read_text())
         assert not re.search(r"\b[A-Z]\w*_(?:co|contra)\b|\b_[A-Z]\w*", text), page
+
+
+def test_an_argument_is_a_line_and_the_rest_unfolds() -> None:
+    entry = entry_of("mask_scan")
+    folded = re.findall(
+        r'<details class="more"><summary><b><code>(\w+)</code></b>: (.*?)</summary>(.*?)</details>', entry, re.DOTALL
+    )
+    assert {"f", "xs", "lengths", "compact"} <= {name for name, _, _ in folded}
+    for _, first, rest in folded:
+        text = re.sub(r"<[^>]+>", "", first)
+        assert text.endswith(".") and ". " not in text
+        assert re.sub(r"<[^>]+>", "", rest).strip()
+    assert re.search(r"<summary><span[^>]*>Raises:</span> +<code>ArgumentError</code>", entry)

@@ -31,18 +31,18 @@ def test_the_first_result_is_the_page_about_it(server: str, visit: Open, query: 
     assert address.removeprefix(server).lstrip("/").split("?")[0].split("#")[0] == FIRST[query]
 
 
-RECIPES = "recipes/index.html"
+ROWS, NUMBERS = "recipes/rows.html", "recipes/numbers.html"
 JOBS = {  # the query, and where its answer is: a page, or a section of it that the result names too
-    "generalized advantage estimation": f"{RECIPES}#returns",
+    "generalized advantage estimation": "recipes/agents.html#returns",
     "convert a list of layers to stacked parameters": "guides/layers.html#make-a-stack",
     "replace nn.RNN with masking": "guides/flax.html#recurrent-networks",
     "out of memory gradient of scan": "guides/memory.html",
-    "early stopping decode until end token": f"{RECIPES}#decoding-greedy-and-beams",
+    "early stopping decode until end token": "recipes/decoding.html",
     "dropout keys per step": "guides/random-keys.html",
     "running mean in a scan": "guides/custom-carries.html",
     "reverse scan": "reference/scan.html",
     "skip computation on padding": "guides/skipping.html",
-    "freeze some layers": f"{RECIPES}#freeze-some-layers-of-a-stack",
+    "freeze some layers": f"{NUMBERS}#freeze-some-layers-of-a-stack",
     "progress bar inside jit": "guides/progress.html",
     "carry type changed error": "errors.html#carryerror",
     "save only the last output": "guides/memory.html#keeping-fewer-outputs",
@@ -50,15 +50,15 @@ JOBS = {  # the query, and where its answer is: a page, or a section of it that 
 
 
 FIRST_OF_ALL = {  # a job of a newcomer, as one would say it: its page is the first that one opens
-    "last hidden state of each row of a padded batch": f"{RECIPES}#the-last-hidden-state-of-each-row",
-    "last output of a padded lstm": f"{RECIPES}#the-last-hidden-state-of-each-row",
-    "loss per packed sequence": f"{RECIPES}#the-loss-of-each-sequence-in-a-packed-batch",
-    "GAE advantages over episodes with resets": f"{RECIPES}#returns",
+    "last hidden state of each row of a padded batch": f"{ROWS}#the-last-hidden-state-of-each-row",
+    "last output of a padded lstm": f"{ROWS}#the-last-hidden-state-of-each-row",
+    "loss per packed sequence": f"{ROWS}#the-loss-of-each-sequence-in-a-packed-batch",
+    "GAE advantages over episodes with resets": "recipes/agents.html#returns",
     "scan over a list of layers": "guides/layers.html#make-a-stack",
-    "merge running mean and variance of two parts of the data": f"{RECIPES}#merge-the-statistics-of-two-runs",
-    "do something else on the first step": f"{RECIPES}#a-first-step-that-is-different",
-    "special case for the first step": f"{RECIPES}#a-first-step-that-is-different",
-    "Newton with a tolerance per row": f"{RECIPES}#newtons-iteration-with-a-tolerance-for-each-row",
+    "merge running mean and variance of two parts of the data": f"{NUMBERS}#merge-the-statistics-of-two-runs",
+    "do something else on the first step": f"{ROWS}#a-first-step-that-is-different",
+    "special case for the first step": f"{ROWS}#a-first-step-that-is-different",
+    "Newton with a tolerance per row": f"{NUMBERS}#newtons-iteration-with-a-tolerance-for-each-row",
     "replace flax nn.RNN": "guides/flax.html#recurrent-networks",
     "train over a sequence that does not fit in memory and resume after a kill": "guides/stream.html",
     "checkpoint and resume a long scan": "guides/stream.html#checkpoints",
