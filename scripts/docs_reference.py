@@ -41,5 +41,5 @@ def _line(item: re.Match[str], *, typed: bool) -> str:
     more = f"{rest}{item['more'].rstrip()}"
     if len(re.sub(r"<[^>]+>", "", more)) < SHORT:
         return f'<li class="field-body">{head}: {item["first"]}{item["more"].rstrip()}</li>'
-    summary = f"<summary>{head}: {LINK.sub('', own)}</summary>"
+    summary = LINK.sub("", f"<summary>{head}: {own}</summary>")  # what opens is no place for links
     return f'<li class="field-body"><details class="more">{summary}{more}</details></li>'
