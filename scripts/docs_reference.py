@@ -16,7 +16,7 @@ ITEM = re.compile(
 )
 SENTENCE = re.compile(r"(?P<own>.*?\.)\s+(?P<rest>(?:[A-Z]|<code>).*)", re.DOTALL)
 SHORT = 60  # characters that are not worth a click
-LINK = re.compile(r"</?a\b[^>]*>")
+LINK = re.compile(r"</?(?:a|autoref)\b(?:[^>\"']|\"[^\"]*\"|'[^']*')*>")
 
 
 def on_page_content(html: str, page: Any, **_: object) -> str:
