@@ -47,7 +47,7 @@ def test_files_that_pages_name_are_there() -> None:
     named = re.compile(r"`((?:[\w.-]+/)*(?:[\w.-]+\.(?:py|md|txt|json|svg|npz)|_\w+/))`")
     missing = set[tuple[str, str]]()
     for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "treescan").rglob("*.py")]:
-        is_about_files = page.suffix == ".py" or page.stem in ("design", "layout", "CONTRIBUTING")
+        is_about_files = page.suffix == ".py" or page.stem in ("design", "design-promises", "layout", "CONTRIBUTING")
         for path in named.findall(page.read_text()):
             there = any((place / path).exists() for place in (ROOT, ROOT / "treescan", page.parent))
             if not there and (is_about_files or "/" in path):
