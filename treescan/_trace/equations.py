@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
 Value = TypeVar("Value")
-AnyJaxpr = TypeVar("AnyJaxpr", bound="Jaxpr | ClosedJaxpr")
 
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
@@ -39,7 +38,8 @@ _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 def variables_of(atoms: Iterable[Atom]) -> list[Var]:
     """The variables among variables and literals."""
-    return [cast("Var", atom) for atom in atoms if not hasattr(atom, "val")]
+    found: list[Any] = [atom for atom in atoms if not hasattr(atom, "val")]
+    return found
 
 
 def aval_of(atom: Atom) -> Aval:
@@ -229,7 +229,7 @@ def jaxprs_within(equation: JaxprEqn) -> list[Jaxpr]:
     found = list["Jaxpr"]()
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
+            jaxpr: Any = getattr(item, "jaxpr", item)
             if hasattr(jaxpr, "eqns"):
                 found.append(jaxpr)
     return found
@@ -246,11 +246,11 @@ def with_jaxprs(params: dict[str, Any], change: Callable[[Any], object]) -> dict
     return {name: of(value) for name, value in params.items()}
 
 
-def silenced(jaxpr: AnyJaxpr) -> AnyJaxpr:
+def silenced(jaxpr: Any) -> Any:
     """A jaxpr, closed or not, without the callbacks that return nothing, in its loops and branches too."""
     inner: Any = getattr(jaxpr, "jaxpr", jaxpr)  # since JAX 0.12, an open jaxpr has itself there
     if inner is not jaxpr:
-        return cast(Any, jaxpr).replace(jaxpr=silenced(inner))
+        return jaxpr.replace(jaxpr=silenced(inner))
     equations = [_silence_inner(eqn) for eqn in inner.eqns if not _only_speaks(eqn)]
     kinds = {type(effect) for eqn in equations for effect in eqn.effects}
     return inner.replace(eqns=equations, effects={effect for effect in inner.effects if type(effect) in kinds})
