@@ -4,8 +4,8 @@ JAX differentiates a branch by returning from it what its derivative needs. In a
 the branch, into the stack of the loop around, and back for the branch of the derivative. Measured, the gradient of a
 CRF, of CTC or of an average then takes 1.2 to 1.6 times as long. What is here does the same in three parts:
 
-1. `linearize` splits a step in two: one that also returns what its derivative needs (`Record`), and its tangent, which
-   reads that (`Push`). JAX does it for one step; which of that is worth saving is decided here.
+1. `linearize` has JAX split one step into its results and its tangent, a linear function that holds arrays, its leaves.
+   The step saves some of these (`Record`). The others are cheap, so the tangent computes them again (`Push`).
 2. The loop runs the first with arrays for all steps, in which each step writes what it saves.
 3. The tangent of the loop is a loop of the second, which reads them step by step. Its transpose is that loop in
    reverse. Both skip the chunks that the loop has skipped.
@@ -18,7 +18,8 @@ given where it lies, without copies; or a derivative of `jax.lax.scan` that is t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,10 +27,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import Array, PyTree, is_sharded, varying_axes
+from .._avals import PyTree, is_sharded, varying_axes
 from .._loop.chunk import Level, run_chunked
 from .._loop.feed import Feed, one_step
 from .._loop.loop import Arrays, Plan, Step
+from .._remat.checkpoint import chooses, is_decision, moves
 from .._remat.remat import saves_steps
 from .._rows.leaves import SCHEDULE, Schedule
 from .._rows.mask import without_good
@@ -38,14 +40,16 @@ from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
-from .._trace.smooth import fill_in, is_smooth, nonzero_part, zeros_like
+from .._trace.smooth import instantiated, is_smooth, no_tangent, nonzero_part, zeros_like
 from .._trace.steps import array_of
 from .._trace.trace import Trace
 from .._trace.transposed import push_plainly, with_transpose
 from .._tree import Part, merge, split
+from .in_bulk import save_all_but_cheap
 from .writing import Result, write_chunks
 
 Leaves = list[Any]
+Flags = Sequence[bool]
 
 
 # One step, and its tangent.
@@ -53,7 +57,7 @@ Leaves = list[Any]
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A step that returns, after its outputs, what its tangent needs and no other step has.
+    """A step that returns, after its outputs, what it saves.
 
     Attributes:
         jaxpr: (consts, state, feed) to (state, y, what is saved), open.
@@ -66,17 +70,22 @@ class Record:
     states: int
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Leaves, Leaves]:
-        given = jax.tree.leaves((consts, state, feed))
-        out = eval_jaxpr(self.jaxpr, self.consts, *given, propagate_source_info=True)
-        out = [array_of(value, var.aval) for value, var in zip(out, self.jaxpr.outvars, strict=True)]
+        out = _evaluate(self.jaxpr, self.consts, jax.tree.leaves((consts, state, feed)))
         return out[: self.states], out[self.states :]
 
 
-class Where(NamedTuple):
-    """Where a leaf of a step's tangent is: the place among what is "same" in all steps, "saved", or "made" again."""
+class Kept(NamedTuple):
+    """What the leaves of a tangent are computed from: variables of one step, or arrays of one, or of all.
 
-    kind: str
-    place: int
+    Attributes:
+        same: what is the same in all steps.
+        fed: leaves of the feed.
+        saved: what the step saves.
+    """
+
+    same: Leaves
+    fed: Leaves
+    saved: Leaves
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,161 +94,167 @@ class Push:
 
     Attributes:
         structure: of the tangent, a function whose leaves are arrays.
-        where: for each of these leaves where it is.
-        making: an open jaxpr that makes some of them again, from the consts and the feed.
-        consts: what that closes over.
+        jaxpr: from what is kept of the step to these leaves, open; all of it is cheap.
     """
 
     structure: Any
-    where: tuple[Where, ...]
-    making: Any
-    consts: Leaves
+    jaxpr: Any
 
-    def at(self, same: tuple[Leaves, Leaves], saved: Leaves, fed: Leaves) -> Any:
-        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
+    def at(self, kept: Kept) -> Callable[..., Leaves]:
+        """The tangent of the step of which this was kept. It takes all tangents that go in, one after the other."""
+        return jax.tree.unflatten(self.structure, eval_jaxpr(self.jaxpr, [], *jax.tree.leaves(kept)))
 
-        Args:
-            same: what is the same in all steps: what the tangent reads, and the consts that `making` does.
-            saved: what the step saved.
-            fed: what it was fed, of that what `making` reads.
-        """
-        found = {"same": same[0], "saved": saved, "made": eval_jaxpr(self.making, self.consts, *same[1], *fed)}
-        return jax.tree.unflatten(self.structure, [found[kind][place] for kind, place in self.where])
+
+class On(NamedTuple):
+    """For each leaf whether it has a tangent, in any step."""
+
+    consts: Flags
+    state: Flags
+    xs: Flags
+    y: Flags
 
 
 class Linearized(NamedTuple):
     """A step, and its tangent.
 
     Attributes:
-        record: the step that returns what its tangent needs.
+        record: the step that returns what it saves.
         push: the tangent.
-        same: what that reads and is the same in all steps, as `Push.at` takes it.
-        saved: the types of what a step saves.
-        fed: the leaves of the feed that it reads.
-        state: which leaves of the state have a tangent.
-        y: which leaves of y have one.
+        same: of what that reads, what is the same in all steps: arrays.
+        fed: which leaves of the feed it reads.
+        saved: the types of what the step saves.
+        on: which leaves have a tangent.
     """
 
     record: Record
     push: Push
-    same: tuple[Leaves, Leaves]
+    same: Leaves
+    fed: Flags
     saved: list[Any]
-    fed: list[int]
-    state: tuple[bool, ...]
-    y: tuple[bool, ...]
+    on: On
 
 
-def linearize(step_of: Step, loop: Arrays, part: Part) -> Linearized:
-    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
+def linearize(step_of: Step, given: Arrays, on_before: Arrays, cheap: Callable[[Any], bool]) -> Linearized:
+    """The step of a loop and its tangent.
 
-    The step is traced once, and again as `recorded`, which `jax.linearize` splits within the trace. What its tangent
-    reads are then outputs of that trace, variables, and `_kinds` decides of each whether steps have to save it.
+    The step is traced once, and again as `recorded`, which `jax.linearize` splits within the trace. The leaves of its
+    tangent are then outputs of that trace, and programs that are parts of it tell them by their variables.
+
+    Args:
+        step_of: the step.
+        given: what the loop runs on.
+        on_before: for each leaf of that whether it has a tangent before the first step.
+        cheap: whether an equation is computed again sooner than its results are read.
 
     Raises:
         Unproven: if a key would have to be saved, or if it is not known what the tangent reads.
     """
-    first = len(jax.tree.leaves(loop.consts))
-    last = first + len(jax.tree.leaves(loop.state))
-    given = (*jax.tree.map(jax.typeof, (loop.consts, loop.state)), one_step(loop.xs))
-    step, types = jax.make_jaxpr(lambda *given: step_of(*given))(*given), jax.tree.leaves(given)
-    on, y_on = _on_in_steps(step.jaxpr, part.on, first, last)
+    types = (*jax.tree.map(jax.typeof, (given.consts, given.state)), one_step(given.xs))
+    step = jax.make_jaxpr(lambda *given: step_of(*given))(*types)
+    on = _on_in_steps(step.jaxpr, on_before)
+    on_given, on_returned = (*on.consts, *on.state, *on.xs), (*on.state, *on.y)
 
     def recorded(*leaves: Any) -> tuple[Leaves, Any]:
-        smooth, others = split(on, leaves)
+        smooth, others = split(on_given, leaves)
 
         def of_smooth(*smooth: Any) -> tuple[Leaves, Leaves]:
-            out = eval_jaxpr(step.jaxpr, step.consts, *merge(on, smooth, others), propagate_source_info=True)
-            out = [array_of(value, var.aval) for value, var in zip(out, step.jaxpr.outvars, strict=True)]
-            return split((*on[first:last], *y_on), out)[0], out
+            out = _evaluate(step.jaxpr, step.consts, merge(on_given, smooth, others))
+            return split(on_returned, out)[0], out
 
         _, push, out = jax.linearize(of_smooth, *smooth, has_aux=True)
         if not isinstance(push, jax.tree_util.Partial):  # a function with its arrays as leaves, in every release so far
             raise Unproven("this release of JAX does not say what a tangent reads")
         return out, push
 
-    closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
-    jaxpr, count = closed.jaxpr, last - first + len(y_on)
-    same, saved, made, where = list[Any](), dict[Any, int](), dict[Any, int](), list[Where]()
-    for var, kind in _kinds(jaxpr, count, first, last):
-        if kind == "same":
-            where.append(Where(kind, len(same)))
-            same.append(var)
-        else:
-            places = saved if kind == "saved" else made
-            where.append(Where(kind, places.setdefault(var, len(places))))
-    if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
+    closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*jax.tree.leaves(types))
+    jaxpr, (consts, state, feed) = closed.jaxpr, _in_parts(closed.jaxpr.invars, types)
+    # A leaf is often an input handed on, through calls too: then it is that input.
+    known = zip(origins(jaxpr, jaxpr.invars, called_without_rule), jaxpr.outvars, strict=True)
+    count, found = len(on_returned), [var if origin is None else origin for origin, var in known]
+    outputs, leaves = jaxpr.outvars[:count], found[count:]
+    kept, again = _parted(jaxpr, Arrays(consts, state, feed), leaves, cheap)
+    if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in kept.saved):
         raise Unproven("an array of zeros cannot hold keys")
-    consts = jax.tree.leaves(loop.consts)
-    sharing, at = _part_for(same, jaxpr)
-    shared = eval_jaxpr(sharing, closed.consts, *(consts[place] for place in at))
-    shared = [array_of(value, var.aval) for value, var in zip(shared, same, strict=True)]
-    making, at = _part_for(list(made), jaxpr)
+
+    def part(outputs: Leaves, given: Leaves) -> Any:
+        return jaxpr.replace(invars=given, outvars=outputs, eqns=needed(jaxpr.eqns, outputs))
+
     return Linearized(
-        Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first),
-        Push(jax.tree.structure(push), tuple(where), making, list(closed.consts)),
-        (shared, [consts[place] for place in at if place < first]),
-        [var.aval for var in saved],
-        [place - last for place in at if place >= last],
-        on[first:last],
-        y_on,
+        Record(part([*outputs, *kept.saved], jaxpr.invars), list(closed.consts), len(state)),
+        Push(jax.tree.structure(push), again),
+        _evaluate(part(kept.same, consts), closed.consts, jax.tree.leaves(given.consts)),
+        [var in set(kept.fed) for var in feed],
+        [var.aval for var in kept.saved],
+        on,
     )
 
 
-def _on_in_steps(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Which inputs of a step have a tangent in some step, and which leaves of y then have.
+def _in_parts(values: Leaves, trees: Sequence[PyTree]) -> list[Leaves]:
+    """Values for the leaves of several trees, those of each apart."""
+    left = iter(values)
+    return [[next(left) for _ in jax.tree.leaves(tree)] for tree in trees]
+
+
+def _evaluate(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> Leaves:
+    out = eval_jaxpr(jaxpr, consts, *given, propagate_source_info=True)
+    return [array_of(value, var.aval) for value, var in zip(out, jaxpr.outvars, strict=True)]
+
+
+def _on_in_steps(jaxpr: Any, given: Arrays) -> On:
+    """Which inputs of a step, and leaves of y, have a tangent in some step, if before the first step these have.
 
     A leaf of the state without one may get one in a step. It then has one in the next, so this is asked until it stays.
     """
-    given = list(on)
+    consts, state, xs = map(list, given)
     while True:
-        found = dependent(jaxpr, given)
+        found = dependent(jaxpr, [*consts, *state, *xs])
         has = [not hasattr(var, "val") and var in found and is_smooth(var.aval) for var in jaxpr.outvars]
-        state = [a or b for a, b in zip(given[first:last], has[: last - first], strict=True)]
-        if state == given[first:last]:
-            return tuple(given), tuple(has[last - first :])
-        given[first:last] = state
+        new = [a or b for a, b in zip(state, has, strict=False)]
+        if new == state:
+            return On(consts, state, xs, has[len(state) :])
+        state = new
 
 
-_SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
-"""What the mask around a step adds to it, which is made again. What the body itself selects may come with it."""
+def _parted(jaxpr: Any, given: Arrays, leaves: Leaves, cheap: Callable[[Any], bool]) -> tuple[Kept, Any]:
+    """What is kept of a step for the leaves of its tangent, as variables, and the open jaxpr from that to the leaves.
 
-
-def _kinds(jaxpr: Any, count: int, first: int, last: int) -> list[tuple[Any, str]]:
-    """The variable of each leaf of a tangent, and where it had better be, as `Where` has it.
-
-    A leaf is often an input handed on, through calls too: then it is that input, which need not be saved again.
-
-    What is but selected from the consts and the feed is the same at any time, and cheaper to make again than to save.
+    A leaf is computed again if that is cheap, and takes nothing that would not be kept without it. So steps save no
+    more than the leaves.
 
     Args:
-        jaxpr: from consts, state and feed to outputs, then these leaves.
-        count: how many outputs there are.
-        first: where the state begins.
-        last: where the feed begins.
+        jaxpr: the step, open, from `given`. It computes the leaves.
+        given: its inputs, variables.
+        leaves: those of its tangent, variables and literals.
+        cheap: as for `linearize`.
     """
-    varying, selected = set(jaxpr.invars[first:]), {*jaxpr.constvars, *jaxpr.invars[:first], *jaxpr.invars[last:]}
+    wanted = set(variables_of(leaves))
+    same, saved = {*jaxpr.constvars, *given.consts}, [var for var in given.state if var in wanted]
+    at_hand = {*same, *given.xs, *saved}
     for equation in jaxpr.eqns:
-        read = set(variables_of(equation.invars))
-        if not varying.isdisjoint(read):
-            varying.update(equation.outvars)
-        if equation.primitive.name in _SELECTIONS and selected >= read:
-            selected.update(equation.outvars)
-
-    def kind(var: Any) -> str:
-        if hasattr(var, "val") or var not in varying:
-            return "same"
-        return "made" if var in selected else "saved"
-
-    known = zip(origins(jaxpr, jaxpr.invars, called_without_rule)[count:], jaxpr.outvars[count:], strict=True)
-    return [(var, kind(var)) for var in (var if origin is None else origin for origin, var in known)]
+        read, out = set(variables_of(equation.invars)), equation.outvars
+        if same >= read:
+            same.update(out)
+        elif not (at_hand >= read and cheap(equation)):
+            out = [var for var in out if var in wanted]
+            saved += out
+        at_hand.update(out)
+    again = needed(jaxpr.eqns, leaves, {*same, *saved})
+    read = dict.fromkeys(variables_of([*leaves, *(atom for equation in again for atom in equation.invars)]))
+    kept = Kept([var for var in read if var in same], [var for var in given.xs if var in read], saved)
+    return kept, jaxpr.replace(constvars=[], invars=[*kept.same, *kept.fed, *saved], outvars=leaves, eqns=again)
 
 
-def _part_for(outputs: list[Any], jaxpr: Any) -> tuple[Any, list[int]]:
-    """The part of an open jaxpr that computes these outputs, and the places of the inputs that it takes."""
-    equations = needed(jaxpr.eqns, outputs)
-    read = set(variables_of([*outputs, *(atom for each in equations for atom in each.invars)]))
-    at = [place for place, var in enumerate(jaxpr.invars) if var in read]
-    return jaxpr.replace(invars=[jaxpr.invars[place] for place in at], outvars=outputs, eqns=equations), at
+def _is_cheap(equation: Any, *, moves_only: bool) -> bool:
+    """Whether an equation is computed again sooner than its results are read, and decides nothing anew.
+
+    With `moves_only`, it also gives the same bits whenever it is given the same.
+    """
+    inner = called_without_rule(equation)
+    if inner is not None:
+        return all(_is_cheap(each, moves_only=moves_only) for each in inner[0].eqns)
+    avals = tuple(atom.aval for atom in equation.invars)
+    decides = not moves(equation) if moves_only else is_decision(equation.primitive, avals, equation.params)
+    return not (decides or save_all_but_cheap(equation.primitive))
 
 
 # The loop, and its tangent.
@@ -292,10 +307,13 @@ def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Array
     if not saves_steps(trace, plan, given):
         raise Unproven("it is better to compute chunks again, or their products at once")
     spread = any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given))
-    if spread or reshards(trace.jaxpr):  # `_zeros` makes arrays for what steps save, which are not spread
+    if spread or reshards(trace.jaxpr):  # `_stack_of` makes arrays for what steps save, which are not spread
         raise Unproven("arrays are spread over devices")
-    part, d_on = nonzero_part(given, d_given._replace(xs=SCHEDULE.put(d_given.xs, None)))
-    found = linearize(plan.step, given, part)
+    d_given = d_given._replace(xs=SCHEDULE.put(d_given.xs, None))
+    # Of a step that chooses, nothing is computed again that could be rounded in another way.
+    cheap = functools.partial(_is_cheap, moves_only=chooses(trace.jaxpr))
+    before = Arrays(*(nonzero_part(*each)[0].on for each in zip(given, d_given, strict=True)))
+    found = linearize(plan.step, given, before, cheap)
     # JAX keeps the rule below with the trace of what calls it: it may hold no tracers, and no memo (as `run_split`).
     # What `record` closes over are none: hoisting has made consts of all arrays that a body closes over.
     recording, branches = plan.apart().having(step=found.record), trace.branches
@@ -313,24 +331,30 @@ def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Array
 
         return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
-    empty, count = [_zeros(plan, aval) for aval in found.saved], len(idle)
     of_leaves = given._replace(state=jax.tree.leaves(given.state))
-    leaves, written = with_rule(saving, rule, sources=without_good)(of_leaves, [*idle, *empty], schedule)
-    state, ys = jax.tree.unflatten(jax.tree.structure(given.state), leaves), written[:count]
-    going_in, fed_leaves = _going_in(given, found, part, d_on), jax.tree.leaves(fed)
-    read = written[count:], [fed_leaves[place] for place in found.fed]
-    d_state, d_ys = _push_all(recording, found, going_in, read, schedule, size)
-    return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
+    empty = [jnp.zeros((plan.length, *aval.shape), aval.dtype) for aval in found.saved]
+    state, written = with_rule(saving, rule, sources=without_good)(of_leaves, [*idle, *empty], schedule)
+    ys, saved = written[: len(idle)], written[len(idle) :]
+    kept = Kept(found.same, split(found.fed, jax.tree.leaves(fed))[0], saved)
+    d_in = Arrays(*map(_some, found.on, given, d_given))
+    zeros = [zeros_like(leaf) for leaf in split(found.on.y, ys)[0]]
+    d_state, d_ys = _push_all(recording, found.push, kept, d_in, zeros, schedule, size)
+    result = jax.tree.unflatten(jax.tree.structure(given.state), state), ys
+    return result, (_filled(result[0], found.on.state, d_state), _filled(ys, found.on.y, d_ys))
 
 
-def _zeros(loop: Plan, aval: Any) -> Array:
-    return jnp.zeros((loop.length, *aval.shape), aval.dtype)
+def _some(on: Flags, tree: PyTree, tangents: PyTree) -> Leaves:
+    """The tangents of the leaves of a tree that have one in some step; zeros where they have none before it."""
+    both = zip(on, jax.tree.leaves(tangents), jax.tree.leaves(tree), strict=True)
+    return [instantiated(tangent, leaf) for is_on, tangent, leaf in both if is_on]
 
 
-def _filled(tree: PyTree, on: Sequence[bool], tangents: Leaves) -> PyTree:
-    """The tangents of a tree, zero where none is known."""
-    of_all, leaves = iter(tangents), zip(jax.tree.leaves(tree), on, strict=True)
-    return fill_in(tree, [next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in leaves if is_smooth(leaf)])
+def _filled(tree: PyTree, on: Flags, tangents: Leaves) -> PyTree:
+    """The tangents of a tree, from those of the leaves that have one; zeros for others that could."""
+    part = Part(jax.tree.structure(tree), tuple(on))
+    return part.join(
+        tangents, [zeros_like(leaf) if is_smooth(leaf) else no_tangent(leaf) for leaf in part.split(tree)[1]]
+    )
 
 
 class _Out(NamedTuple):
@@ -338,31 +362,28 @@ class _Out(NamedTuple):
     ys: Leaves
 
 
-def _going_in(given: Arrays, found: Linearized, part: Part, d_on: Leaves) -> Arrays:
-    """The tangents that go into the loop, those of the state for all leaves that get one in some step."""
-    first, state, left = len(jax.tree.leaves(given.consts)), jax.tree.leaves(given.state), iter(d_on)
-    d_consts = [next(left) for is_on in part.on[:first] if is_on]
-    both = zip(state, part.on[first : first + len(state)], found.state, strict=True)
-    d_state = [next(left) if is_on else zeros_like(leaf) for leaf, is_on, settled in both if settled]
-    return Arrays(d_consts, d_state, list(left))
+def _push_all(plan: Plan, push: Push, kept: Kept, given: Arrays, zeros: Leaves, schedule: Schedule, size: int) -> _Out:
+    """The tangents that come out of a loop: lists, of the leaves that have one.
 
-
-def _push_all(
-    plan: Plan, found: Linearized, given: Arrays, read: tuple[Leaves, Leaves], schedule: Schedule, size: int
-) -> _Out:
-    """The tangents that come out of a loop. `read` is what its steps have saved, and what they were fed."""
-    same, push = found.same, found.push  # a step may not hold tracers
-    outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
-    zeros = [_zeros(plan, var.aval) for var in split(found.y, outputs)[0]]
+    Args:
+        plan: the loop.
+        push: the tangent of a step.
+        kept: what is kept of all steps.
+        given: the tangents that go in.
+        zeros: those of the outputs of steps that are not run.
+        schedule: which chunks are run.
+        size: the steps of a chunk.
+    """
 
     def push_steps(given: Arrays) -> _Out:
         def step(consts: Any, state: Leaves, feed: Feed) -> tuple[Leaves, Leaves]:
-            (same, d_consts), (saved, fed, d_x) = consts, feed.x
-            out = push.at(same, saved, fed)(*d_consts, *state, *d_x)
+            (same, d_consts), (fed, saved, d_x) = consts, feed.x
+            out = push.at(Kept(same, fed, saved))(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
-        xs = SCHEDULE.put(Feed((*read, given.xs)), schedule)
-        return _Out(*stack_chunks(plan.having(step=step), Arrays((same, given.consts), given.state, xs), size, zeros))
+        xs = SCHEDULE.put(Feed((kept.fed, kept.saved, given.xs)), schedule)
+        consts = kept.same, given.consts
+        return _Out(*stack_chunks(plan.having(step=step), Arrays(consts, given.state, xs), size, zeros))
 
     def pull_steps(cotangents: _Out) -> Arrays:
         """The transpose of `push_steps`: the loop in reverse, of the transposes of its steps.
@@ -374,21 +395,20 @@ def _push_all(
         JAX's own transpose of `push_steps` is equal, as a test holds. It takes 1.4 to 2.7 times the memory, since what
         a branch of it reads is copied.
         """
-        c, s = len(given.consts), len(given.state)
         one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in given.xs]
-        types = [*map(jax.typeof, (*given.consts, *given.state)), *one_x]
+        types = Arrays(*jax.tree.map(jax.typeof, (given.consts, given.state)), one_x)
 
         def step(same: Any, carried: Any, feed: Feed) -> tuple[Any, Leaves]:
-            (d_consts, d_state), (saved, fed, d_y) = carried, feed.x
-            back = jax.linear_transpose(push.at(same, saved, fed), *types)([*d_state, *d_y])
-            more, d_state, d_x = (list(back[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
+            (d_consts, d_state), (fed, saved, d_y) = carried, feed.x
+            back = jax.linear_transpose(push.at(Kept(same, fed, saved)), *jax.tree.leaves(types))
+            more, d_state, d_x = _in_parts(back([*d_state, *d_y]), types)
             return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
 
         state = [zeros_like(leaf) for leaf in given.consts], cotangents.state
-        xs = SCHEDULE.put(Feed((*read, cotangents.ys)), schedule)
+        xs = SCHEDULE.put(Feed((kept.fed, kept.saved, cotangents.ys)), schedule)
         back = plan.having(step=step, lowering=dataclasses.replace(plan.lowering, reverse=not plan.reverse))
-        zeros = [zeros_like(leaf) for leaf in given.xs]
-        (d_consts, d_state), d_xs = write_chunks(back, Arrays(same, state, xs), size, zeros)
+        no_x = [zeros_like(leaf) for leaf in given.xs]
+        (d_consts, d_state), d_xs = write_chunks(back, Arrays(kept.same, state, xs), size, no_x)
         return Arrays(d_consts, d_state, d_xs)
 
     like = _Out([zeros_like(leaf) for leaf in given.state], zeros)

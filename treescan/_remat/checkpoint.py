@@ -173,7 +173,7 @@ def _rounded(jaxpr: Jaxpr, given: list[bool]) -> list[bool] | None:
     for equation in jaxpr.eqns:
         flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
         inner = called(equation) if equation.primitive.name == "jit" else None
-        rounded = any(flags) or not _moves(equation)
+        rounded = any(flags) or not moves(equation)
         if inner is None and rounded and (_compares(equation) or _chooses(equation)):
             return None
         returned = [rounded] * len(equation.outvars) if inner is None else _rounded(inner[0], flags)
@@ -183,7 +183,7 @@ def _rounded(jaxpr: Jaxpr, given: list[bool]) -> list[bool] | None:
     return [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
 
 
-def _moves(equation: JaxprEqn) -> bool:
+def moves(equation: JaxprEqn) -> bool:
     """Whether an equation rounds nothing."""
     if equation.primitive.name == "convert_element_type":  # to the same type, which is no longer weak
         return bool(equation.params["new_dtype"] == aval_of(equation.invars[0]).dtype)
