@@ -79,12 +79,12 @@ class Kept(NamedTuple):
 
     Attributes:
         same: what is the same in all steps.
-        fed: leaves of the feed.
+        fed: the feed, or a list of its leaves, as far as they are read.
         saved: what the step saves.
     """
 
     same: Leaves
-    fed: Leaves
+    fed: PyTree
     saved: Leaves
 
 
@@ -121,7 +121,7 @@ class Linearized(NamedTuple):
         record: the step that returns what it saves.
         push: the tangent.
         same: of what that reads, what is the same in all steps: arrays.
-        fed: which leaves of the feed it reads.
+        fed: for each leaf of the feed whether that reads it.
         saved: the types of what the step saves.
         on: which leaves have a tangent.
     """
@@ -129,7 +129,7 @@ class Linearized(NamedTuple):
     record: Record
     push: Push
     same: Leaves
-    fed: Flags
+    fed: Feed
     saved: list[Any]
     on: On
 
@@ -183,7 +183,7 @@ def linearize(step_of: Step, given: Arrays, on_before: Arrays, cheap: Callable[[
         Record(part([*outputs, *kept.saved], jaxpr.invars), list(closed.consts), len(state)),
         Push(jax.tree.structure(push), again),
         _evaluate(part(kept.same, consts), closed.consts, jax.tree.leaves(given.consts)),
-        [var in set(kept.fed) for var in feed],
+        jax.tree.unflatten(jax.tree.structure(types[2]), [var in set(kept.fed) for var in feed]),
         [var.aval for var in kept.saved],
         on,
     )
@@ -335,7 +335,7 @@ def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Array
     empty = [jnp.zeros((plan.length, *aval.shape), aval.dtype) for aval in found.saved]
     state, written = with_rule(saving, rule, sources=without_good)(of_leaves, [*idle, *empty], schedule)
     ys, saved = written[: len(idle)], written[len(idle) :]
-    kept = Kept(found.same, split(found.fed, jax.tree.leaves(fed))[0], saved)
+    kept = Kept(found.same, jax.tree.map(lambda is_read, leaf: leaf if is_read else None, found.fed, fed), saved)
     d_in = Arrays(*map(_some, found.on, given, d_given))
     zeros = [zeros_like(leaf) for leaf in split(found.on.y, ys)[0]]
     d_state, d_ys = _push_all(recording, found.push, kept, d_in, zeros, schedule, size)
@@ -377,11 +377,11 @@ def _push_all(plan: Plan, push: Push, kept: Kept, given: Arrays, zeros: Leaves, 
 
     def push_steps(given: Arrays) -> _Out:
         def step(consts: Any, state: Leaves, feed: Feed) -> tuple[Leaves, Leaves]:
-            (same, d_consts), (fed, saved, d_x) = consts, feed.x
-            out = push.at(Kept(same, fed, saved))(*d_consts, *state, *d_x)
+            (same, d_consts), (x, saved, d_x) = consts, feed.x
+            out = push.at(Kept(same, feed._replace(x=x), saved))(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
-        xs = SCHEDULE.put(Feed((kept.fed, kept.saved, given.xs)), schedule)
+        xs = SCHEDULE.put(kept.fed._replace(x=(kept.fed.x, kept.saved, given.xs)), schedule)
         consts = kept.same, given.consts
         return _Out(*stack_chunks(plan.having(step=step), Arrays(consts, given.state, xs), size, zeros))
 
@@ -396,16 +396,16 @@ def _push_all(plan: Plan, push: Push, kept: Kept, given: Arrays, zeros: Leaves, 
         a branch of it reads is copied.
         """
         one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in given.xs]
-        types = Arrays(*jax.tree.map(jax.typeof, (given.consts, given.state)), one_x)
+        types = (*jax.tree.map(jax.typeof, (given.consts, given.state)), one_x)
 
         def step(same: Any, carried: Any, feed: Feed) -> tuple[Any, Leaves]:
-            (d_consts, d_state), (fed, saved, d_y) = carried, feed.x
-            back = jax.linear_transpose(push.at(Kept(same, fed, saved)), *jax.tree.leaves(types))
+            (d_consts, d_state), (x, saved, d_y) = carried, feed.x
+            back = jax.linear_transpose(push.at(Kept(same, feed._replace(x=x), saved)), *jax.tree.leaves(types))
             more, d_state, d_x = _in_parts(back([*d_state, *d_y]), types)
             return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
 
         state = [zeros_like(leaf) for leaf in given.consts], cotangents.state
-        xs = SCHEDULE.put(Feed((kept.fed, kept.saved, cotangents.ys)), schedule)
+        xs = SCHEDULE.put(kept.fed._replace(x=(kept.fed.x, kept.saved, cotangents.ys)), schedule)
         back = plan.having(step=step, lowering=dataclasses.replace(plan.lowering, reverse=not plan.reverse))
         no_x = [zeros_like(leaf) for leaf in given.xs]
         (d_consts, d_state), d_xs = write_chunks(back, Arrays(kept.same, state, xs), size, no_x)
