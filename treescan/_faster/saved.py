@@ -75,16 +75,16 @@ class Record:
 
 
 class Kept(NamedTuple):
-    """What the leaves of a tangent are computed from: variables of one step, or arrays of one, or of all.
+    """What the leaves of a tangent are computed from: arrays of one step, or of all; or variables or types of them.
 
     Attributes:
         same: what is the same in all steps.
-        fed: the feed, or a list of its leaves, as far as they are read.
+        fed: the feed, with None for leaves that are not read.
         saved: what the step saves.
     """
 
     same: Leaves
-    fed: PyTree
+    fed: Feed
     saved: Leaves
 
 
@@ -120,17 +120,13 @@ class Linearized(NamedTuple):
     Attributes:
         record: the step that returns what it saves.
         push: the tangent.
-        same: of what that reads, what is the same in all steps: arrays.
-        fed: for each leaf of the feed whether that reads it.
-        saved: the types of what the step saves.
+        kept: what that is computed from: arrays of what is the same in all steps, types of the others.
         on: which leaves have a tangent.
     """
 
     record: Record
     push: Push
-    same: Leaves
-    fed: Feed
-    saved: list[Any]
+    kept: Kept
     on: On
 
 
@@ -167,26 +163,23 @@ def linearize(step_of: Step, given: Arrays, on_before: Arrays, cheap: Callable[[
         return out, push
 
     closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*jax.tree.leaves(types))
-    jaxpr, (consts, state, feed) = closed.jaxpr, _in_parts(closed.jaxpr.invars, types)
+    jaxpr, count = closed.jaxpr, len(on_returned)
     # A leaf is often an input handed on, through calls too: then it is that input.
     known = zip(origins(jaxpr, jaxpr.invars, called_without_rule), jaxpr.outvars, strict=True)
-    count, found = len(on_returned), [var if origin is None else origin for origin, var in known]
-    outputs, leaves = jaxpr.outvars[:count], found[count:]
-    kept, again = _parted(jaxpr, Arrays(consts, state, feed), leaves, cheap)
+    outputs, leaves = jaxpr.outvars[:count], [var if origin is None else origin for origin, var in known][count:]
+    inputs = Arrays(*jax.tree.unflatten(jax.tree.structure(types), jaxpr.invars))
+    kept, again = _parted(jaxpr, inputs, leaves, cheap)
     if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in kept.saved):
         raise Unproven("an array of zeros cannot hold keys")
 
-    def part(outputs: Leaves, given: Leaves) -> Any:
-        return jaxpr.replace(invars=given, outvars=outputs, eqns=needed(jaxpr.eqns, outputs))
+    def part(inputs: Leaves, outputs: Leaves) -> Any:
+        return jaxpr.replace(invars=inputs, outvars=outputs, eqns=needed(jaxpr.eqns, outputs))
 
-    return Linearized(
-        Record(part([*outputs, *kept.saved], jaxpr.invars), list(closed.consts), len(state)),
-        Push(jax.tree.structure(push), again),
-        _evaluate(part(kept.same, consts), closed.consts, jax.tree.leaves(given.consts)),
-        jax.tree.unflatten(jax.tree.structure(types[2]), [var in set(kept.fed) for var in feed]),
-        [var.aval for var in kept.saved],
-        on,
-    )
+    once = part(jax.tree.leaves(inputs.consts), kept.same)
+    same = _evaluate(once, closed.consts, jax.tree.leaves(given.consts))
+    types_of = Kept(same, *jax.tree.map(lambda var: var.aval, kept[1:]))
+    record = Record(part(jaxpr.invars, [*outputs, *kept.saved]), list(closed.consts), len(on.state))
+    return Linearized(record, Push(jax.tree.structure(push), again), types_of, on)
 
 
 def _in_parts(values: Leaves, trees: Sequence[PyTree]) -> list[Leaves]:
@@ -216,10 +209,10 @@ def _on_in_steps(jaxpr: Any, given: Arrays) -> On:
 
 
 def _parted(jaxpr: Any, given: Arrays, leaves: Leaves, cheap: Callable[[Any], bool]) -> tuple[Kept, Any]:
-    """What is kept of a step for the leaves of its tangent, as variables, and the open jaxpr from that to the leaves.
+    """What is kept of a step for the leaves of its tangent, variables, and the open jaxpr from that to the leaves.
 
-    A leaf is computed again if that is cheap, and takes nothing that would not be kept without it. So steps save no
-    more than the leaves.
+    A leaf is computed again if that is cheap, and takes nothing that is not kept for others. So all that steps save are
+    leaves.
 
     Args:
         jaxpr: the step, open, from `given`. It computes the leaves.
@@ -227,9 +220,10 @@ def _parted(jaxpr: Any, given: Arrays, leaves: Leaves, cheap: Callable[[Any], bo
         leaves: those of its tangent, variables and literals.
         cheap: as for `linearize`.
     """
-    wanted = set(variables_of(leaves))
-    same, saved = {*jaxpr.constvars, *given.consts}, [var for var in given.state if var in wanted]
-    at_hand = {*same, *given.xs, *saved}
+    wanted, feed = set(variables_of(leaves)), jax.tree.leaves(given.xs)
+    same = {*jaxpr.constvars, *jax.tree.leaves(given.consts)}
+    saved = [var for var in jax.tree.leaves(given.state) if var in wanted]
+    at_hand = {*same, *feed, *saved}
     for equation in jaxpr.eqns:
         read, out = set(variables_of(equation.invars)), equation.outvars
         if same >= read:
@@ -240,8 +234,9 @@ def _parted(jaxpr: Any, given: Arrays, leaves: Leaves, cheap: Callable[[Any], bo
         at_hand.update(out)
     again = needed(jaxpr.eqns, leaves, {*same, *saved})
     read = dict.fromkeys(variables_of([*leaves, *(atom for equation in again for atom in equation.invars)]))
-    kept = Kept([var for var in read if var in same], [var for var in given.xs if var in read], saved)
-    return kept, jaxpr.replace(constvars=[], invars=[*kept.same, *kept.fed, *saved], outvars=leaves, eqns=again)
+    fed = jax.tree.map(lambda var: var if var in read else None, given.xs)
+    kept = Kept([var for var in read if var in same], fed, saved)
+    return kept, jaxpr.replace(constvars=[], invars=jax.tree.leaves(kept), outvars=leaves, eqns=again)
 
 
 def _is_cheap(equation: Any, *, moves_only: bool) -> bool:
@@ -307,7 +302,7 @@ def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Array
     if not saves_steps(trace, plan, given):
         raise Unproven("it is better to compute chunks again, or their products at once")
     spread = any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given))
-    if spread or reshards(trace.jaxpr):  # `_stack_of` makes arrays for what steps save, which are not spread
+    if spread or reshards(trace.jaxpr):  # what steps save is written into arrays that are not spread
         raise Unproven("arrays are spread over devices")
     d_given = d_given._replace(xs=SCHEDULE.put(d_given.xs, None))
     # Of a step that chooses, nothing is computed again that could be rounded in another way.
@@ -332,11 +327,12 @@ def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Array
         return push_plainly(stacked, primals[:-1], tangents[:-1], branches=branches)
 
     of_leaves = given._replace(state=jax.tree.leaves(given.state))
-    empty = [jnp.zeros((plan.length, *aval.shape), aval.dtype) for aval in found.saved]
+    empty = [jnp.zeros((plan.length, *aval.shape), aval.dtype) for aval in found.kept.saved]
     state, written = with_rule(saving, rule, sources=without_good)(of_leaves, [*idle, *empty], schedule)
     ys, saved = written[: len(idle)], written[len(idle) :]
-    kept = Kept(found.same, jax.tree.map(lambda is_read, leaf: leaf if is_read else None, found.fed, fed), saved)
-    d_in = Arrays(*map(_some, found.on, given, d_given))
+    read = jax.tree.map(lambda leaf, read: None if read is None else leaf, fed, found.kept.fed)
+    kept = Kept(found.kept.same, read, saved)
+    d_in = Arrays(*map(_some, found.on[:3], given, d_given))
     zeros = [zeros_like(leaf) for leaf in split(found.on.y, ys)[0]]
     d_state, d_ys = _push_all(recording, found.push, kept, d_in, zeros, schedule, size)
     result = jax.tree.unflatten(jax.tree.structure(given.state), state), ys
@@ -352,9 +348,8 @@ def _some(on: Flags, tree: PyTree, tangents: PyTree) -> Leaves:
 def _filled(tree: PyTree, on: Flags, tangents: Leaves) -> PyTree:
     """The tangents of a tree, from those of the leaves that have one; zeros for others that could."""
     part = Part(jax.tree.structure(tree), tuple(on))
-    return part.join(
-        tangents, [zeros_like(leaf) if is_smooth(leaf) else no_tangent(leaf) for leaf in part.split(tree)[1]]
-    )
+    others = [zeros_like(leaf) if is_smooth(leaf) else no_tangent(leaf) for leaf in part.split(tree)[1]]
+    return part.join(tangents, others)
 
 
 class _Out(NamedTuple):
