@@ -33,8 +33,8 @@ class Stage(Enum):
         "mask, so that the state that padding keeps is cut with its row."
     )
     RECORDED = (
-        "It holds outputs in the state, and picks from those that the others keep. It is inside of what is recomputed, "
-        "which takes its step for the body's."
+        "It holds outputs in the state, and picks from those that the others keep, so whoever changes y is inside of "
+        "it. It is inside of what is recomputed, which takes its step for the body's."
     )
     HELD = "It holds outputs of rows in the state. No transform within may take them for the carry."
     ENDED = "It copies the state of a row where a sequence ends, with the outputs that are held."
