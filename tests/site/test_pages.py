@@ -104,3 +104,25 @@ def violations(page: Page, **options: object) -> list[str]:
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
     ]
+
+
+def height_of(page: Page, chosen: str) -> float:
+    """Where an element ends, from the top of the page."""
+    return page.locator(chosen).first.evaluate("element => element.getBoundingClientRect().bottom + scrollY")
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_is_at_most_nine_screens(server: str, visit: Open, page: str) -> None:
+    opened = visit(f"{server}/{page}")
+    opened.set_viewport_size({"width": 1400, "height": 900})
+    assert height_of(opened, "article") <= 9 * 900
+
+
+@pytest.mark.parametrize("phone", [False, True])
+def test_the_first_screen_has_code_its_result_and_its_picture(server: str, visit: Open, phone: bool) -> None:
+    opened = visit(f"{server}/index.html", phone=phone)
+    if not phone:
+        opened.set_viewport_size({"width": 1400, "height": 900})
+    height = opened.evaluate("innerHeight")
+    assert opened.locator(".first-screen .highlight").count() == 2
+    assert all(height_of(opened, f".first-screen {part}") <= height for part in (".highlight + .highlight", "svg"))
