@@ -233,9 +233,9 @@ def _parted(jaxpr: Any, given: Arrays, leaves: Leaves, cheap: Callable[[Any], bo
             saved += out
         at_hand.update(out)
     again = needed(jaxpr.eqns, leaves, {*same, *saved})
-    read = dict.fromkeys(variables_of([*leaves, *(atom for equation in again for atom in equation.invars)]))
-    fed = jax.tree.map(lambda var: var if var in read else None, given.xs)
-    kept = Kept([var for var in read if var in same], fed, saved)
+    reads = dict.fromkeys(variables_of([*leaves, *(atom for equation in again for atom in equation.invars)]))
+    fed = jax.tree.map(lambda var: var if var in reads else None, given.xs)
+    kept = Kept([var for var in reads if var in same], fed, saved)
     return kept, jaxpr.replace(constvars=[], invars=jax.tree.leaves(kept), outvars=leaves, eqns=again)
 
 
