@@ -127,7 +127,12 @@ class TangentOfChunk:
         return after, (d_ys, d_state)
 
     def _linear(self) -> Any:
-        """The tangent of a chunk, as a function of tangents: itself the derivative of one that computes nothing."""
+        """The function whose derivative is the tangent of a chunk. It computes nothing itself.
+
+        So the loop over chunks is linear where JAX differentiates it, and the rule is asked for the tangents of all
+        that goes in together: the chunk is chosen, and run again, once. A derivative of the derivative differentiates
+        that run, not this function.
+        """
 
         def nothing(given: Arrays, reads: _Reads, chunk: _Chunk) -> tuple[list[Array], list[Array]]:
             return self.nothing(reads, given.state, chunk)
