@@ -92,7 +92,7 @@ class Trace:
     axes: frozenset[Hashable] = frozenset()
     programs: tuple[Jaxpr, ...] = ()
 
-    @property
+    @functools.cached_property
     def jaxpr(self) -> Jaxpr:
         """One step, open, of a loop that was traced and takes no turns with others."""
         return self.programs[0]
