@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import jax
 
-from ..._avals import is_weak, shape_of, unspread
+from ..._avals import is_weak, unspread
 from ..._errors import LayerFault, expect_int, verb
 from ..._stacks.layer_axis import count_layers, freeze_shared
 from ..._tree import thaw_static
@@ -107,6 +107,8 @@ def _turned(stack: Any, parts: tuple[int, int], stages: int) -> Any:
     return thaw_static(jax.tree.map(turned, frozen))
 
 
-def _whole(leaf: Any) -> jax.ShapeDtypeStruct:
-    """The type of a leaf that is not split: that layers are on different devices is what these functions are for."""
-    return jax.ShapeDtypeStruct(shape_of(leaf) or (), leaf.dtype, weak_type=is_weak(leaf))
+def _whole(leaf: Any) -> Any:
+    """A leaf, of which an array of JAX is a type that is not split: how a stack is split does not matter here."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=is_weak(leaf))
