@@ -55,6 +55,22 @@ def averaged(params, x, first_layer):
     return x - jax.lax.pmean(stage(params, x, first_layer), "stage")
 
 
+def shifted(params, x, first_layer):
+    return x + jax.lax.ppermute(stage(params, x, first_layer), "data", [(0, 1), (1, 0)])
+
+
+def recurrent(params, x, first_layer):
+    return treescan.linear_scan(x[..., :1], x, axis_name="data")
+
+
+def keyed(params, x, first_layer, *, key):
+    return x
+
+
+def of_four(params, x, first_layer, table):
+    return x
+
+
 def of_one(scale):
     def scaled(params, x, first_layer):
         return scale * stage(params, x, first_layer)
@@ -97,10 +113,14 @@ case(devices=True)(
     pipeline_x_shape=lambda one: call(one, wider, PAIR),
     pipeline_x_pair=lambda one: call(one, lambda params, x, first_layer: (x, None)),
     pipeline_over_its_axis=lambda one: call(one, averaged),
+    pipeline_that_shifts=lambda one: call(one, shifted),
+    pipeline_in_a_linear_scan=lambda one: call(one, recurrent),
     pipeline_masked=lambda one: call(one, masked, PAIR),
     pipeline_closes_over=lambda one: call(one, of_one),
     pipeline_args_list=lambda one: call(one, args=[1.0]),
     pipeline_stage_of_two=lambda one: call(one, of_two),
+    pipeline_stage_of_four=lambda one: call(one, of_four),
+    pipeline_needs_a_key=lambda one: call(one, keyed),
     pipeline_not_callable=lambda one: call(one, STACK),
     pipeline_remat=lambda one: call(one, remat="step"),
     pipeline_with_a_key=lambda one: call(one, key=jax.random.key(0)),

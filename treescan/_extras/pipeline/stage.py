@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,8 +13,9 @@ from jax.core import Tracer, eval_jaxpr
 from ..._avals import Array, PyTree, describe_leaf, devices_of, vary_over, varying_axes
 from ..._body.call import call_body, carry_name
 from ..._body.carry import check_carry, copied
+from ..._body.closure import named_constants
 from ..._body.signature import Convention, annotated
-from ..._errors import BodyFault, Row
+from ..._errors import BodyFault, Fault, Row
 from ..._loop.loop import Body
 from ..._remat.checkpoint import checkpoint, is_remat3
 from ..._trace.equations import equations_within
@@ -24,7 +23,7 @@ from ..._trace.raw_keys import as_numbers, impls_of, keys_of
 from ..._trace.smooth import is_smooth, smooth_part
 from ..._trace.steps import array_of
 from ..._trace.ties import tie
-from ..._tree import leaves_with_path, thaw_static
+from ..._tree import thaw_static
 
 PIPELINE = Convention(
     "pipeline",
@@ -33,14 +32,17 @@ PIPELINE = Convention(
     place=1,
     spread=True,
     other="",
+    further="Pass what all stages share as `args=(...)`, and what travels with a micro-batch as a part of `xs`",
 )
 Run = Callable[..., PyTree]
 """From (params of a round, x, args, the number of the first layer) to the next x."""
 
 _COMMUNICATES = re.compile(
-    r"(all_gather|all_to_all|pbroadcast|pgather|pmax|pmin|ppermute|psum|ragged_all|reduce_scatter|unreduced_).*"
+    r"(all_gather|all_to_all|pbroadcast|pgather|pmax|pmin|ppermute|psend|precv|psum|ragged_all|reduce_scatter|unreduced_).*"
 )
 """The names of primitives that exchange anything, in any release of JAX."""
+_SENDS = ("ppermute", "psend", "precv")
+"""Of these, the ones from device to device. All devices of the mesh meet in each, whichever axis it names."""
 
 
 def trace_stage(body: Body, given: tuple[Any, ...], axis: str) -> Run:
@@ -49,8 +51,11 @@ def trace_stage(body: Body, given: tuple[Any, ...], axis: str) -> Run:
     Raises:
         Fault: if x comes back in another type, or if devices of different stages would wait for each other.
     """
-    jaxpr = jax.make_jaxpr(_Flat(body))(*given)
+    called = _Flat(body)
+    jaxpr = jax.make_jaxpr(called)(*given)
     _refuse_communication(jaxpr, axis)
+    if called.fault is not None:
+        raise called.fault
     _refuse_shared(body, jaxpr, axis)
     structure, kinds, closed = jax.tree.structure(given[1]), impls_of(jaxpr.consts), as_numbers(jaxpr.consts)
 
@@ -63,7 +68,13 @@ def trace_stage(body: Body, given: tuple[Any, ...], axis: str) -> Run:
 
 
 class _Flat:
-    """The call of a stage, the next x as a list. It looks like the stage to JAX, whose messages then name that."""
+    """The call of a stage, the next x as a list. It looks like the stage to JAX, whose messages then name that.
+
+    Attributes:
+        fault: what is wrong with the next x. It may be so because the stage communicates, so that is said first.
+    """
+
+    fault: Fault | None = None
 
     def __init__(self, body: Body) -> None:
         self.body, self.__wrapped__ = body, body.function
@@ -76,7 +87,11 @@ class _Flat:
             if scope:
                 scope.check_inputs(arguments)
             out = call_body(self.body, PIPELINE, arguments, {})
-            check_carry(PIPELINE, name, x, out, None, out)
+            try:
+                check_carry(PIPELINE, name, x, out, None, out)
+            except Fault as fault:
+                self.fault = fault
+                return [leaf for leaf in jax.tree.leaves(out) if isinstance(leaf, jax.Array)]
             if scope:
                 scope.check_outputs(out, f"returned {name}")
         return jax.tree.leaves(out)
@@ -84,12 +99,15 @@ class _Flat:
 
 def _refuse_communication(jaxpr: Any, axis: str) -> None:
     """Refuses a stage that waits for devices of other stages, which are idle then, or have other micro-batches."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
     for equation in equations_within(jaxpr.jaxpr):
         named = equation.params.get("axes", equation.params.get("axis_name"))
-        over = axis in (named if isinstance(named, tuple) else (named,))
+        axes = named if isinstance(named, tuple) else (named,)
         sends = any(getattr(var.aval, "size", 1) for var in equation.invars)  # a tie of ours has no entries
-        if over and sends and _COMMUNICATES.fullmatch(equation.primitive.name):
-            name = equation.primitive.name.removesuffix("_invariant")
+        name = equation.primitive.name.removesuffix("_invariant")
+        if not sends or not _COMMUNICATES.fullmatch(name):
+            continue
+        if axis in axes:
             raise BodyFault(
                 f"{{body}} waits for other stages: `{name}` communicates over {axis!r}, the axis of the pipeline. "
                 "Other stages are idle at that time, or have another micro-batch.",
@@ -101,6 +119,13 @@ def _refuse_communication(jaxpr: Any, axis: str) -> None:
                 ]
                 * (name in ("pmax", "pmin")),
             )
+        if name in _SENDS and (others := [other for other in axes if other in manual]):
+            raise BodyFault(
+                f"{{body}} waits for other stages: `{name}` over {others[0]!r} is a step that all devices of the mesh "
+                "take together. Other stages are idle at that time.",
+                f"`jax.lax.all_gather(x, {others[0]!r})[i]` is what device i has, and waits for the devices along "
+                "this axis alone.",
+            )
 
 
 def _refuse_shared(body: Body, jaxpr: Any, axis: str) -> None:
@@ -111,32 +136,24 @@ def _refuse_shared(body: Body, jaxpr: Any, axis: str) -> None:
     """
     if axis not in varying_axes(jax.typeof(jax.lax.axis_index(axis))):
         return  # types do not say what varies
-    bad = {
-        id(value): value
+    bad = [
+        value
         for value in jaxpr.consts
         if isinstance(value, Tracer) and is_smooth(value) and axis not in varying_axes(jax.typeof(value))
-    }
+    ]
     if not bad:
         return
-    names = {id(leaf): path for name, tree in _closed_over(body) for path, leaf in leaves_with_path(name, tree)}
     raise BodyFault(
         "{body} closes over arrays that all stages share. Their gradients would be summed over the stages within each "
         "stage, where devices that are idle do not answer.",
         "Pass them to it: `pipeline(..., args=(a,))` calls `{step}(params, x, first_layer, a)`. They may have "
         "gradients, which are summed once.",
         header=("closed over", "", "is"),
-        rows=[Row(names.get(key, "an array"), "", describe_leaf(value)) for key, value in bad.items()],
+        rows=[
+            Row(name, "", describe_leaf(value))
+            for name, value in zip(named_constants(body.function, bad), bad, strict=True)
+        ],
     )
-
-
-def _closed_over(body: Body) -> list[tuple[str, Any]]:
-    """What the function itself closes over, by names."""
-    inner, found = inspect.unwrap(body.function), list[tuple[str, Any]]()
-    names = getattr(getattr(inner, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(inner, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # it is empty
-            found.append((name, cell.cell_contents))
-    return found
 
 
 def run_or_idle(run: Run, runs: Array, layers: PyTree, x: PyTree, args: PyTree, first_layer: Array) -> PyTree:
