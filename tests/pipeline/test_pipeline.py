@@ -319,7 +319,7 @@ def test_eagerly_and_without_jit(jit: bool) -> None:
 
 @pytest.mark.parametrize("rounds", [1, slow(2)])
 def test_a_micro_batch_is_any_tree(rounds: int) -> None:
-    """Whole numbers, flags and keys come through all stages; a block may change them."""
+    """Whole numbers, flags, keys and no entries at all come through all stages; a block may change them."""
 
     def tree_block(layer: Any, x: Any, scale: Any, act: Any, power: int) -> Any:
         x = dict(x)
@@ -336,6 +336,7 @@ def test_a_micro_batch_is_any_tree(rounds: int) -> None:
         "segments": jnp.arange(COUNT * ROWS).reshape(COUNT, ROWS) % 3,
         "flag": jnp.arange(COUNT) % 2 == 0,
         "key": jax.random.split(KEY, COUNT),
+        "empty": jnp.zeros((COUNT, 0)),
     }
 
     def each(layers: Any, h: Any, scale: Any) -> Any:
@@ -357,7 +358,8 @@ def test_a_micro_batch_is_any_tree(rounds: int) -> None:
                 lambda *given: jnp.sum(jnp.cos(run(*given)["h"])), (0, 1, 2)
             )(*given)
 
-        return jax.jit(of)(LAYERS_OF_ALL, XS, jnp.float32(0.05))
+        layers = {**LAYERS_OF_ALL, "empty": jnp.zeros((LAYERS, 0))}
+        return jax.jit(of)(layers, XS, jnp.float32(0.05))
 
     assert_same(with_gradients(run), with_gradients(each))
 

@@ -37,6 +37,10 @@ class Schedule:
     def _size(self) -> int:
         return self.stages if self.rounds > 1 else 1
 
+    @property
+    def _groups(self) -> int:
+        return self.count // self._size
+
     def at(self, tick: Array, stage: Array) -> tuple[Array, Array]:
         """Whether a stage runs at a tick, and in which round it is."""
         since = tick - stage
@@ -46,9 +50,9 @@ class Schedule:
         """What the first stage is given at each tick, `[ticks, ...]`, from micro-batches. It takes it in round 0."""
 
         def of(leaf: Array) -> Array:
-            groups = leaf.reshape(-1, 1, self._size, *leaf.shape[1:])
-            again = jnp.broadcast_to(groups, (len(groups), self.rounds, *groups.shape[2:]))
-            again = again.reshape(-1, *leaf.shape[1:])
+            groups = leaf.reshape(self._groups, 1, self._size, *leaf.shape[1:])
+            again = jnp.broadcast_to(groups, (self._groups, self.rounds, *groups.shape[2:]))
+            again = again.reshape(self.count * self.rounds, *leaf.shape[1:])
             rest = jax.lax.stop_gradient(jnp.broadcast_to(leaf[:1], (self.stages - 1, *leaf.shape[1:])))
             return jnp.concatenate([again, rest])
 
@@ -58,7 +62,7 @@ class Schedule:
         """What the last stage returned in the last round, for each micro-batch, from what it returned at each tick."""
 
         def of(leaf: Array) -> Array:
-            groups = leaf[self.stages - 1 :].reshape(-1, self.rounds, self._size, *leaf.shape[1:])
+            groups = leaf[self.stages - 1 :].reshape(self._groups, self.rounds, self._size, *leaf.shape[1:])
             return groups[:, -1].reshape(self.count, *leaf.shape[1:])
 
         return jax.tree.map(of, ys)

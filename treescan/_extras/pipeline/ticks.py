@@ -31,7 +31,9 @@ def run_ticks(body: Body, schedule: Schedule, per: int, params: PyTree, xs: PyTr
     # Keys travel as numbers: devices send and add these up, and before 0.10 JAX cannot differentiate branches on keys.
     kinds, of_x = impls_of((params, xs, args)), impls_of(xs)
     params, xs, args = _varying(device, *as_numbers((params, xs, args)))
-    parts = jax.tree.map(lambda leaf: leaf.reshape(-1, per, *leaf.shape[1:]) if leaf.ndim else leaf, params)
+    parts = jax.tree.map(
+        lambda leaf: leaf.reshape(schedule.rounds, per, *leaf.shape[1:]) if leaf.ndim else leaf, params
+    )
     fed = schedule.fed(xs)
     start = jax.tree.map(lambda leaf: jax.lax.stop_gradient(leaf[0]), fed)  # what no stage reads
     given = *keys_of((_part(parts, device * 0), start, args), kinds), device
