@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypedDict
 
 import jax
@@ -370,7 +371,11 @@ def _raw_key_shape(implementation: str) -> tuple[int, ...]:
 
 
 def check_keywords(
-    body: Body, given: Mapping[str, str], convention: Convention, takes: tuple[str, ...] | None = None
+    body: Body,
+    given: Mapping[str, str],
+    convention: Convention,
+    takes: tuple[str, ...] | None = None,
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Refuses a body that cannot take the keywords which the options make, or that needs more than those.
 
@@ -379,6 +384,7 @@ def check_keywords(
         given: the keywords that the step passes, each with what brings it (the option `key`).
         convention: how the verb calls the body.
         takes: the body's positional parameters in this call, where they are not always the same.
+        elsewhere: where a body has keywords from that this verb does not pass.
     """
     takes = takes or convention.takes
     accepts, needs, is_fit = body.memo.keep((check_keywords, len(takes)), lambda: _keywords(body, len(takes)))
@@ -392,9 +398,8 @@ def check_keywords(
             )
     for name in needs:
         if name not in given:
-            cure = _CURES_OF_KEYWORDS.get(
-                name, "Bind it first, `functools.partial({step}, ...)`, or give it a default."
-            )
+            cures = {**_CURES_OF_KEYWORDS, **elsewhere}
+            cure = cures.get(name, "Bind it first, `functools.partial({step}, ...)`, or give it a default.")
             raise BodyFault(f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
 
 
@@ -414,11 +419,9 @@ def needs_positional(body: Body) -> int:
 def _unfit(body: Body, convention: Convention, takes: tuple[str, ...]) -> Fault:
     """The error for a body that cannot be called with as many positional arguments."""
     first = ", ".join(takes)
-    others = ". Bind other arguments first, `functools.partial({step}, ...)`"
-    if "mask" in body.names[len(takes) :]:
+    others = f". {convention.further}"
+    if "mask" in body.names[len(takes) :] and not convention.spread:
         others = ". `mask_scan` passes each step's mask as the keyword `valid`"
-    if convention.spread:
-        others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
     return BodyFault(
         f"{{body}} takes ({', '.join(body.names)}), but {{verb}} calls it with ({first}).",
         f"Write it as `def {{step}}({first}): ...`{others if needs_positional(body) > len(takes) else ''}.",

@@ -29,6 +29,7 @@ class Convention:
         pair: whether the body returns a pair of the carry and y; else the carry alone.
         stacks: whether the carry after each step is what is stacked.
         other: the verb whose body returns the other of the two, if there is one.
+        further: where other arguments of the body come from, for messages.
         stateful: whether the last item of x is a state, which the body returns behind the carry.
         records: from a carry and an x to those that a record of a step holds for the user.
     """
@@ -41,6 +42,7 @@ class Convention:
     pair: bool = False
     stacks: bool = False
     other: str = "scan"
+    further: str = "Bind other arguments first, `functools.partial({step}, ...)`"
     stateful: bool = False
     records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
 
@@ -63,7 +65,13 @@ FOLD = Convention("fold", "fold(step, init, xs)")
 ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
 FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)
 FOLD_LAYERS = Convention(
-    "fold_layers", "fold_layers(block, x, layers)", ("layer", "x"), place=1, spread=True, other="scan_layers"
+    "fold_layers",
+    "fold_layers(block, x, layers)",
+    ("layer", "x"),
+    place=1,
+    spread=True,
+    other="scan_layers",
+    further="Pass what all layers share as `args=(...)`, and what differs between layers as `xs`",
 )
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"

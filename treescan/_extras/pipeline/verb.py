@@ -66,25 +66,26 @@ def pipeline(
         stage: `stage(params, x, first_layer, *args) -> x`, usually a `treescan.fold_layers` over `params`. It receives
             the layers of one round, and returns an x of the type that it was given. `first_layer` is the number of the
             first of these layers among all, int32[], for keys: `fold_layers(..., key=key, offset=first_layer)`. The
-            stage may communicate over other axes of the mesh, and must not close over float arrays that all stages
-            share: `args` are for these.
+            stage may communicate over other axes of the mesh, but not with `ppermute`, and must not close over float
+            arrays that all stages share: `args` are for these.
         params: the layers of this device: any pytree of arrays `[layers of the device, ...]`, in the order of
             `treescan.to_stages`.
         xs: the micro-batches: any pytree of arrays `[M, ...]`, the same on all devices of the axis. What travels with
             a micro-batch through all stages, for example its segments, is a part of it.
         axis_name: the mesh axis of the stages.
-        rounds: how often a micro-batch comes past each device. With more than one, the schedule is circular: device s
-            has several parts of the stack, of which stages lie between each two. The bubble is then shorter, and
-            devices exchange more. M must be a multiple of the stages.
+        rounds: how often a micro-batch comes past each device, the number that `treescan.to_stages` was given. With
+            more than one, the schedule is circular: device s has several parts of the stack, of which stages lie
+            between each two. The bubble is then shorter, and devices exchange more. M must be a multiple of the
+            stages.
         args: values that all stages share, passed to each call. Arrays can be differentiated.
 
     Returns:
-        What the last layer returns for each micro-batch, `[M, ...]`, on all devices of the axis.
+        What the last layer returns for each micro-batch, `[M, ...]`, on all devices of the axis. Every leaf varies over
+        the other axes over which any leaf of xs does.
 
     Raises:
         ArgumentError: if the axis is not a manual one of a `jax.shard_map`, or if the micro-batches do not fit.
-        BodyError: if the stage is not callable, communicates over the axis of the stages, or closes over arrays that
-            all stages share.
+        BodyError: if the stage is not callable, waits for other stages, or closes over arrays that all stages share.
         CarryError: if the stage returns an x of another structure, shape, dtype or sharding than it was given.
         LayerError: if the layers of a device are not a multiple of the rounds.
         SignatureError: if a jaxtyping annotation of the stage does not hold.
@@ -109,7 +110,7 @@ def pipeline(
         expect(isinstance(args, tuple), "args", "a tuple", args, "It holds the arguments behind `first_layer`.")
         (body, _), axis, rounds = body_of(stage, PIPELINE), check_axis(axis_name), expect_rounds(rounds)
         takes = (*PIPELINE.takes, *(f"arg_{i}" for i in range(len(args))))
-        check_keywords(body, {}, PIPELINE, takes)
+        check_keywords(body, {}, PIPELINE, takes, ELSEWHERE)
         params, args = as_arrays(freeze_shared(params)), freeze_static(args, scalars=True)
         xs, stages = as_arrays(xs), jax.lax.axis_size(axis)
         check_places(params, xs, axis)
