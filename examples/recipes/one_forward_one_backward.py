@@ -39,7 +39,8 @@ def gradients(
 
     Args:
         stage: as for `treescan.pipeline`; it may close over no array that
-            is trained.
+            is trained. Nothing here looks whether it waits for other stages,
+            so it must not call `jax.lax.ppermute` over any axis.
         loss: `loss(y, target)`, of one micro-batch on this device.
         params: the layers of this device, in the order of the stack.
         xs: the micro-batches, `[M, ...]`.
