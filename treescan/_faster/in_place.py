@@ -25,7 +25,9 @@ from .._outputs.outputs import emitting, is_thinned, run_keeping
 from .._program.plan import plan
 from .._remat.checkpoint import is_remat3
 from .._rows.axes import Rows
+from .._rows.leaves import SCHEDULE
 from .._rows.mask import without_good
+from .._trace.on_in_steps import state_in_steps
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
 from .._trace.trace import Trace
@@ -83,7 +85,10 @@ class InPlace:
             if self.saves and len(levels) == 1:
                 with contextlib.suppress(Unproven):
                     return push_forward(emits, trace, size, outputs(*primals), *primals, *tangents)
-            return push_plainly(stack, *primals, *tangents, branches=trace.branches)
+            given, d_given = primals[0], tangents[0]
+            of_steps, d_of_steps = (each._replace(xs=SCHEDULE.put(each.xs, None)) for each in (given, d_given))
+            d_given = d_given._replace(state=state_in_steps(whole.step, of_steps, d_of_steps))
+            return push_plainly(stack, given, d_given, branches=trace.branches)
 
         return with_rule(write, rule, sources=without_good)(stacked.arrays)
 

@@ -36,11 +36,11 @@ from .._remat.remat import saves_steps
 from .._rows.leaves import SCHEDULE, Schedule
 from .._rows.mask import without_good
 from .._rows.run_or_leave import run_or_leave, scheduled
-from .._trace.dependence import dependent
 from .._trace.equations import called_without_rule, needed, origins, reshards, variables_of
+from .._trace.on_in_steps import Flags, On, on_before, on_in_steps
 from .._trace.rewriting import Unproven
 from .._trace.rules import with_rule
-from .._trace.smooth import instantiated, is_smooth, no_tangent, nonzero_part, zeros_like
+from .._trace.smooth import instantiated, is_smooth, no_tangent, zeros_like
 from .._trace.steps import array_of
 from .._trace.trace import Trace
 from .._trace.transposed import push_plainly, with_transpose
@@ -49,7 +49,6 @@ from .in_bulk import save_all_but_cheap
 from .writing import Result, write_chunks
 
 Leaves = list[Any]
-Flags = Sequence[bool]
 
 
 # One step, and its tangent.
@@ -105,15 +104,6 @@ class Push:
         return jax.tree.unflatten(self.structure, eval_jaxpr(self.jaxpr, [], *jax.tree.leaves(kept)))
 
 
-class On(NamedTuple):
-    """For each leaf whether it has a tangent, in any step."""
-
-    consts: Flags
-    state: Flags
-    xs: Flags
-    y: Flags
-
-
 class Linearized(NamedTuple):
     """A step, and its tangent.
 
@@ -130,7 +120,7 @@ class Linearized(NamedTuple):
     on: On
 
 
-def linearize(step_of: Step, given: Arrays, on_before: Arrays, cheap: Callable[[Any], bool]) -> Linearized:
+def linearize(step_of: Step, given: Arrays, before: Arrays, cheap: Callable[[Any], bool]) -> Linearized:
     """The step of a loop and its tangent.
 
     The step is traced once, and again as `recorded`, which `jax.linearize` splits within the trace. The leaves of its
@@ -139,7 +129,7 @@ def linearize(step_of: Step, given: Arrays, on_before: Arrays, cheap: Callable[[
     Args:
         step_of: the step.
         given: what the loop runs on.
-        on_before: for each leaf of that whether it has a tangent before the first step.
+        before: for each leaf of that whether it has a tangent before the first step.
         cheap: whether an equation is computed again sooner than its results are read.
 
     Raises:
@@ -147,7 +137,7 @@ def linearize(step_of: Step, given: Arrays, on_before: Arrays, cheap: Callable[[
     """
     types = (*jax.tree.map(jax.typeof, (given.consts, given.state)), one_step(given.xs))
     step = jax.make_jaxpr(lambda *given: step_of(*given))(*types)
-    on = _on_in_steps(step.jaxpr, on_before)
+    on = on_in_steps(step.jaxpr, before)
     on_given, on_returned = (*on.consts, *on.state, *on.xs), (*on.state, *on.y)
 
     def recorded(*leaves: Any) -> tuple[Leaves, Any]:
@@ -191,21 +181,6 @@ def _in_parts(values: Leaves, trees: Sequence[PyTree]) -> list[Leaves]:
 def _evaluate(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> Leaves:
     out = eval_jaxpr(jaxpr, consts, *given, propagate_source_info=True)
     return [array_of(value, var.aval) for value, var in zip(out, jaxpr.outvars, strict=True)]
-
-
-def _on_in_steps(jaxpr: Any, given: Arrays) -> On:
-    """Which inputs of a step, and leaves of y, have a tangent in some step, if before the first step these have.
-
-    A leaf of the state without one may get one in a step. It then has one in the next, so this is asked until it stays.
-    """
-    consts, state, xs = map(list, given)
-    while True:
-        found = dependent(jaxpr, [*consts, *state, *xs])
-        has = [not hasattr(var, "val") and var in found and is_smooth(var.aval) for var in jaxpr.outvars]
-        new = [a or b for a, b in zip(state, has, strict=False)]
-        if new == state:
-            return On(consts, state, xs, has[len(state) :])
-        state = new
 
 
 def _parted(jaxpr: Any, given: Arrays, leaves: Leaves, cheap: Callable[[Any], bool]) -> tuple[Kept, Any]:
@@ -307,8 +282,7 @@ def push_forward(plan: Plan, trace: Trace, size: int, idle: Leaves, given: Array
     d_given = d_given._replace(xs=SCHEDULE.put(d_given.xs, None))
     # Of a step that chooses, nothing is computed again that could be rounded in another way.
     cheap = functools.partial(_is_cheap, moves_only=chooses(trace.jaxpr))
-    before = Arrays(*(nonzero_part(*each)[0].on for each in zip(given, d_given, strict=True)))
-    found = linearize(plan.step, given, before, cheap)
+    found = linearize(plan.step, given, on_before(given, d_given), cheap)
     # JAX keeps the rule below with the trace of what calls it: it may hold no tracers, and no memo (as `run_split`).
     # What `record` closes over are none: hoisting has made consts of all arrays that a body closes over.
     recording, branches = plan.apart().having(step=found.record), trace.branches
