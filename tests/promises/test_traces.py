@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import gc
+import sys
 import weakref
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.custom_derivatives import SymbolicZero
 from jaxprs import equations
 from jaxtyping import Array, Float
 from loops import LENGTHS, OPTIONS, array, arrays, masked, over, plain
@@ -169,3 +171,51 @@ def test_a_masked_scan_has_a_few_equations_for_each_leaf():
     for body, most in ((shift, 11), (add, 24)):  # leaves of the carry alone; and of xs too
         counts = [number(body, leaves) for leaves in (10, 20, 30)]
         assert counts[2] - counts[1] == counts[1] - counts[0] <= most * 10
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 8}, {"compact": (4, 16)}], ids=str)
+def test_a_masked_loop_is_differentiated_once(options):
+    """JAX would do so once without a tangent of the state, and once more with the one that the first step makes."""
+    asked = []
+
+    @jax.custom_jvp
+    def add(a, b):
+        return jnp.tanh(a + b)
+
+    @functools.partial(add.defjvp, symbolic_zeros=True)
+    def _(primals, tangents):
+        asked.append([isinstance(each, SymbolicZero) for each in tangents])
+        out = add(*primals)
+        return out, (1 - out**2) * sum(each for each in tangents if not isinstance(each, SymbolicZero))
+
+    def final(weights):
+        init, xs, lengths = jnp.zeros((16, 64)), jnp.ones((128, 16, 64)), jnp.arange(16) * 8
+        h, _ = treescan.mask_scan(lambda h, x: (add(h, x @ weights), None), init, xs, lengths=lengths, **options)
+        return jnp.sum(h)
+
+    jax.jit(jax.grad(final)).trace(jnp.ones((64, 64)))
+    assert asked == [[False, False]] * (1 if "compact" not in options else 2)
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 8}, {"compact": True}, {"remat": "nested", "save": 8}], ids=str)
+def test_nothing_prints_a_step(options):
+    """JAX asks functions for their names. A repr would print jaxprs, and arrays that a body closes over."""
+    weights, init, xs = jnp.ones((64, 64)), jnp.zeros((16, 64)), jnp.ones((128, 16, 64))
+    lengths, printed = jnp.arange(16) * 8, []
+
+    def loss(weights):
+        final, ys = treescan.mask_scan(
+            lambda h, x: (jnp.tanh(h @ weights + x),) * 2, init, xs, lengths=lengths, **options
+        )
+        return jnp.sum(final) + jnp.sum(ys)
+
+    def watch(frame, event, _):
+        if event == "call" and frame.f_code.co_name == "__repr__":
+            printed.append(type(frame.f_locals.get("self")))
+
+    sys.setprofile(watch)
+    try:
+        jax.jit(jax.grad(loss)).lower(weights)
+    finally:
+        sys.setprofile(None)
+    assert not [kind for kind in printed if kind.__module__.startswith("treescan")]

@@ -187,7 +187,7 @@ class Forward:
         return _parted(self.split, rest, out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # JAX asks for its name: a repr would print all that it holds
 class Recorded:
     """A step as a function of its products too.
 

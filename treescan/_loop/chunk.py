@@ -62,7 +62,7 @@ def recomputes(around: AroundChunk | None) -> bool:
     return bool(getattr(around, "recomputes", False))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # JAX asks for its name: a repr would print all that it holds
 class RunChunk:
     """A step that runs the steps of a loop, over the stretch of xs that it is fed.
 

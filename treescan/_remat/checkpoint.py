@@ -305,7 +305,7 @@ def _is_input(node: object) -> bool:
     return type(node) is _Input
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # JAX asks for its name: a repr would print all that it holds
 class _Marking:
     """A function that returns `_Input` in place of its inputs: JAX keeps the structure of results with their trace."""
 

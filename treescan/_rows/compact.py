@@ -35,7 +35,7 @@ LARGE_PARTS = (1, 2, 16)
 _Idle = Callable[[PyTree, PyTree], PyTree]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # JAX asks for its name: a repr would print all that it holds
 class LiveRows:
     """The step that runs another on some of the rows alone, and puts everything in its place.
 

@@ -68,7 +68,7 @@ def on_live_rows(step: Step, tiers: Sequence[int], axes: RowAxes, idle: Idle) ->
     return (*(LiveRows(step, tier, axes, idle) for tier in tiers[:-1]), OnAllRows(step))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # JAX asks for its name: a repr would print all that it holds
 class OnAllRows:
     """The step that runs another on all rows, which need no order."""
 
