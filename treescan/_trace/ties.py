@@ -46,12 +46,14 @@ def tie(tree: PyTree, given: PyTree, axes: Iterable[Hashable] = ()) -> PyTree:
     return jax.tree.unflatten(structure, merge(on, tied, left))
 
 
-@functools.partial(jax.jit, static_argnums=1)  # JAX traces, maps and differentiates it once for the same types
+# JAX traces these two once for the same types. In a program they are no calls: of what goes through one, XLA does not
+# see that it is constant, and writes out a constant cotangent for all steps.
+@functools.partial(jax.jit, static_argnums=1, inline=True)
 def _nothings(others: list[Array], axes: tuple[Hashable, ...]) -> list[Array]:
     return [_nothing_of(leaf) for leaf in (*others, *map(jax.lax.axis_index, axes))]
 
 
-@jax.jit
+@functools.partial(jax.jit, inline=True)
 def _tied(values: list[Array], given: list[Array]) -> list[Array]:
     found: dict[frozenset[str], list[Array]] = {}
     for leaf in given:

@@ -29,6 +29,8 @@ from .ties import tie
 Given = TypeVar("Given")
 Out = TypeVar("Out")
 
+_tied = jax.jit(tie)  # a call, which JAX differentiates and transposes once in each round
+
 
 def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], given: Given, like: Out) -> Out:
     """`push(given)`, a linear function whose transpose is `pull`.
@@ -44,7 +46,7 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
     def equation(unknown: tuple[Any, Any]) -> tuple[Any, Any]:
         (given, out), (pushed, result) = unknown
         right = (pushed, _each(jax.lax.sub, result, push(pushed))), (_each(jax.lax.sub, given, pull(out)), out)
-        return tie(right, right)
+        return _tied(right, right)
 
     def solve(_: Any, right: tuple[Any, Any]) -> tuple[Any, Any]:
         (given, out), (pushed, result) = right
@@ -52,8 +54,8 @@ def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], g
 
     right = (given, like), (jax.tree.map(zeros_like, given), like)
     # JAX transposes a solution only if all of the right side has a tangent, and all of the solution a cotangent.
-    solution = jax.lax.custom_linear_solve(equation, tie(right, right), solve, symmetric=True)
-    return tie(solution, solution)[1][1]
+    solution = jax.lax.custom_linear_solve(equation, _tied(right, right), solve, symmetric=True)
+    return _tied(solution, solution)[1][1]
 
 
 def _each(function: Callable[[Any, Any], Any], a: Any, b: Any) -> Any:

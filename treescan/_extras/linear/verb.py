@@ -152,7 +152,7 @@ def linear_scan(
     raise explained
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.partial(jax.jit, static_argnums=0, inline=True)  # of a call, XLA does not see that a cotangent is constant
 def _run(how: How, a: Array, b: Array, h0: Array, fill: Array, flags: RowFlags) -> tuple[Array, Array | None]:
     """The last state and the outputs of one recurrence, the steps of which are in front."""
     count, spans, table = b.shape[0], flags.spans, flags.inits
