@@ -85,14 +85,15 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Two amounts of memory. They are exact, so they are read once.
+    """Two amounts of memory, or two counts. They are exact, so they are read once.
 
     Attributes:
         name: what is compared; unique in its suite.
         against: what the peer is, in words.
-        candidate: gives the bytes that treescan needs.
-        peer: gives the bytes of what it is compared with.
+        candidate: gives the bytes that treescan needs, or another count.
+        peer: gives those of what it is compared with.
         target: the largest acceptable ratio; None if it is for information.
+        unit: "MB", in which bytes are shown, or "" for a count.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Memory:
     candidate: Callable[[], int]
     peer: Callable[[], int]
     target: float | None = None
+    unit: str = "MB"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -209,7 +211,7 @@ class Measurement:
 
 @dataclasses.dataclass(frozen=True)
 class MemoryMeasurement:
-    """What was read for one `Memory`; the first four attributes are as in `Measurement`."""
+    """What was read for one `Memory`; the first four attributes are as in `Measurement`, the last as in `Memory`."""
 
     name: str
     against: str
@@ -218,6 +220,7 @@ class MemoryMeasurement:
     ratio: float
     candidate_bytes: int
     peer_bytes: int
+    unit: str = "MB"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,7 +295,7 @@ def measure_memory(memory: Memory) -> MemoryMeasurement:
     candidate, peer, target = memory.candidate(), memory.peer(), memory.target
     ratio = candidate / peer
     passed = None if target is None else ratio <= target
-    return MemoryMeasurement(memory.name, memory.against, target, passed, ratio, candidate, peer)
+    return MemoryMeasurement(memory.name, memory.against, target, passed, ratio, candidate, peer, memory.unit)
 
 
 def assert_trees_agree(candidate: object, peer: object, tolerance: float = 1e-4) -> None:
@@ -448,10 +451,8 @@ def _row(m: Measurement) -> str:
 
 
 def _memory_row(m: MemoryMeasurement) -> str:
-    return (
-        f"{m.name:<38} {m.against:<28} {_megabytes(m.candidate_bytes):>10} {_megabytes(m.peer_bytes):>10}"
-        f" {m.ratio:>7.3f} {'':>6} {'':>6} {_target(m)}"
-    ).rstrip()
+    ours, its = (_amount_of(count, m.unit) for count in (m.candidate_bytes, m.peer_bytes))
+    return (f"{m.name:<38} {m.against:<28} {ours:>10} {its:>10} {m.ratio:>7.3f} {'':>6} {'':>6} {_target(m)}").rstrip()
 
 
 _DISTRIBUTION_HEADER = (
@@ -474,5 +475,5 @@ def _milliseconds(seconds: Spread) -> str:
     return f"{seconds.median * 1e3:.3f} ms"
 
 
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.2f} MB"
+def _amount_of(count: int, unit: str) -> str:
+    return f"{count / 1e6:.2f} {unit}" if unit else f"{count:,}"

@@ -1,7 +1,7 @@
 """Writes what docs/benchmarks.md shows of benchmarks/results/*.json: `python scripts/figures.py`.
 
-The page has the generated tables `overview`, `slower`, `memory`, `families` and `gpu`, each between a line
-`<!-- figures: NAME -->` and `<!-- /figures -->`; the rest of it is edited. Its charts, which it includes, are files in
+The pages have the generated tables `overview`, `slower`, `memory`, `families`, `gpu` and `before_run`, each between a
+line `<!-- figures: NAME -->` and `<!-- /figures -->`; the rest is edited. The charts, which they include, are files in
 docs/pictures/charts. All numbers of a suite are in benchmarks/results/<suite>.txt, which the site publishes too
 (scripts/docs_extras.py). benchmarks/README.md describes the layout of the JSON. Tests compare all of this with what the
 results give.
@@ -258,6 +258,15 @@ MEMORY_KINDS: Mapping[str, str] = {
     "full, memory": "memory of the gradient, mask_scan / a where",
     "remat auto, memory": "memory of the gradient, remat auto / jax.lax.scan",
 }
+BEFORE: Mapping[str, str] = {
+    f"{what}, {kind}": f"{called}, {kind}"
+    for what, called in (
+        ("calls", "Python calls of tracing and lowering"),
+        ("instructions", "instructions of the compiled program"),
+        ("compile", "time to trace, lower and compile"),
+    )
+    for kind in ("forward", "gradient")
+}
 LANE, APART = 6, 1.0  # pixels from dot to dot upwards; and percent across
 TALLEST = 96  # pixels of all lanes: where there are many, dots are closer
 
@@ -293,7 +302,14 @@ def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
     Raises:
         KeyError: the page has a part that is no table.
     """
-    tables = {"overview": overview, "slower": slower, "memory": memory, "families": families, "gpu": gpu}
+    tables = {
+        "overview": overview,
+        "slower": slower,
+        "memory": memory,
+        "families": families,
+        "gpu": gpu,
+        "before_run": before_run,
+    }
     return PART.sub(lambda part: f"{part[1]}\n{tables[part[2]](reports)}\n{part[3]}", text)
 
 
@@ -372,6 +388,18 @@ def families(reports: Mapping[str, Report | None]) -> str:
     return f'--8<-- "docs/pictures/charts/{FAMILIES}.svg"\n\n{_table(rows, numbers=2)}'
 
 
+def before_run(reports: Mapping[str, Report | None]) -> str:
+    """A table of what happens before a program runs."""
+    report = reports.get("before_run")
+    if report is None:
+        return "This suite has not been measured yet.\n"
+    rows: list[Sequence[str]] = [("what, against a `where`", "steps", "median", "p90", "worst")]
+    for d in report["distribution"]:
+        worst = f"{_number(d['worst'])} ({d['worst_name']})"
+        rows.append((BEFORE[d["kind"]], str(d["count"]), _number(d["median"]), _number(d["p90"]), worst))
+    return _table(rows, numbers=1)
+
+
 def gpu(reports: Mapping[str, Report | None]) -> str:
     """A table of how the ratios of some families are distributed on a GPU."""
     report = reports.get("gpu")
@@ -444,7 +472,9 @@ def _spread(comparison: Report) -> str:
 
 
 def _sizes(measurement: Report) -> Iterator[str]:
-    return (f"{measurement[who] / 1e6:.1f} MB" for who in ("candidate_bytes", "peer_bytes"))
+    counts = (measurement[who] for who in ("candidate_bytes", "peer_bytes"))
+    is_memory = measurement.get("unit", "MB") == "MB"
+    return (f"{count / 1e6:.1f} MB" if is_memory else f"{count:,}" for count in counts)
 
 
 def chart(name: str, comparisons: Sequence[Report]) -> str:
