@@ -145,7 +145,10 @@ KNOWN_WORDS = {
         "progress Progress in_progress",
         "The state of a loop that ends early, not what `progress` shows.",
     ),
-    "_batches": ("resets", "A `Packed` has them: they go to the verb as if the user had given them."),
+    "_batches": (
+        "resets segment_ids from_segment_ids num_segments",
+        "A `Packed` has them: they go to the verb as if the user had given them.",
+    ),
 }
 """Those that the core has by folder, and why."""
 

@@ -30,10 +30,16 @@ FEATURES = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
 TOO_LONG = jnp.array([3, 4])
 TURNED, TURNED_LENGTHS = ROWS.swapaxes(0, 1), jnp.array([3, 1])
 RESETS = jnp.zeros((3, 2), bool)
+IDS = np.array([[1, 1, 2], [1, 0, 0]])
 
 
 def encode(x):
     return x
+
+
+def of_ids(segment_ids=IDS, data=None, time_axis=1, **options):
+    data = {"tokens": segment_ids} if data is None else data
+    return treescan.Packed.from_segment_ids(data, segment_ids, time_axis=time_axis, **options)
 
 
 def pair(one):
@@ -157,6 +163,8 @@ case(less=("disable_jit",))(
     efficiency_traced=lambda one: jax.jit(lambda padded: padded.efficiency)(PADDED),
     efficiency_of_packed_traced=lambda one: jax.jit(lambda packed: packed.efficiency)(PACKED),
     unpack_traced=lambda one: jax.jit(lambda packed: treescan.unpack(packed.data, packed))(PACKED),
+    pack_of_ids_traced=lambda one: jax.jit(of_ids)(IDS),
+    pack_of_ids_traced_with_time_first=lambda one: jax.jit(lambda ids: of_ids(ids, time_axis=0))(IDS),
     repad_to_less_than_is_known=lambda one: jax.jit(lambda packed: treescan.repad(packed.data, packed, length=3))(TWO),
 )
 
@@ -293,6 +301,15 @@ case()(
     length_mask_of_lists=lambda one: treescan.length_mask([[3, 1], [2]], 3),
     length_mask_without_length=lambda one: treescan.length_mask(LENGTHS, None),
     pack_inits_that_are_stacked=lambda one: treescan.pack([words(3), words(4)], init={"h": jnp.zeros((2, 4))}),
+    pack_of_ids_that_are_floats=lambda one: of_ids(IDS.astype(np.float32)),
+    pack_of_ids_without_time_axis=lambda one: treescan.Packed.from_segment_ids(IDS, IDS),
+    pack_of_ids_time_axis_two=lambda one: of_ids(time_axis=2),
+    pack_of_ids_of_a_single_row=lambda one: of_ids(IDS[0]),
+    pack_of_ids_of_other_data=lambda one: of_ids(data={"tokens": IDS, "x": np.ones((3, 2, 4)), "row": np.ones(2)}),
+    pack_of_ids_negative=lambda one: of_ids(IDS - 1),
+    pack_of_ids_that_return=lambda one: of_ids(np.array([[1, 1, 2], [1, 0, 1]])),
+    pack_of_ids_that_return_with_time_first=lambda one: of_ids(np.array([[1, 1], [2, 1], [1, 0]]), time_axis=0),
+    pack_of_ids_num_segments_too_few=lambda one: of_ids(num_segments=2),
     unpack_padded=lambda one: treescan.unpack(PADDED.data, PADDED),
     repad_of_padded=lambda one: treescan.repad(PADDED.data, PADDED),
     pad_nothing=lambda one: treescan.pad([]),

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from treescan import (
+    Packed,
     Remat,
     accumulate,
     chunk_map,
@@ -161,6 +162,7 @@ unpack(xs, pad([one]))  # error
 last(pack([one]), xs, reverse=False)  # error
 last(xs, pack([one]))  # error
 last(xs, pad([one]), reverse="yes")  # error
+Packed.from_segment_ids(xs, lengths)  # error
 
 
 # stream

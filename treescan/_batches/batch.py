@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from typing import Any, Generic, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import Array, PyTree, shape_of
+from .._avals import Array, ArrayLike, PyTree, shape_of
 from .._body.signature import Convention
 from .._errors import Misuse, verb
 from .._rows.axes import RowFlags
 from .._tree import PrefixMismatch, broadcast_prefix, leaves_with_path, short_html, short_repr
-from .._types import Axes, X
+from .._types import Axes, X, Y
 
 
 class PackIndex(NamedTuple):
@@ -33,6 +34,8 @@ class PackIndex(NamedTuple):
 
 class Packed(NamedTuple, Generic[X]):
     """A batch of rows with several sequences in each, end to end: the result of `treescan.pack`. It is a pytree.
+
+    `Packed.from_segment_ids` makes one of rows that a data pipeline has packed.
 
     Attributes:
         data: the sequences, leaves `[T, R, ...]`.
@@ -63,6 +66,76 @@ class Packed(NamedTuple, Generic[X]):
     def rows(self) -> int:
         """The number of rows R."""
         return self.mask.shape[1]
+
+    @property
+    def segment_ids(self) -> Array:
+        """The number of each step's sequence in its row, from 1 up, and 0 in padding: int32[T, R]. Under a trace too.
+
+        Attention over packed rows compares them: a step may attend to the steps with its own id.
+        """
+        numbers = jnp.cumsum(self.resets, axis=-2, dtype=jnp.int32)
+        return jnp.where(self.mask, numbers, jnp.zeros_like(numbers))
+
+    @property
+    def positions(self) -> Array:
+        """The place of each step in its sequence, from 0 up, and 0 in padding: int32[T, R]. Under a trace too.
+
+        Embeddings of positions and rotary embeddings take them.
+        """
+        steps = jnp.cumsum(jnp.ones_like(self.mask, jnp.int32), axis=-2, dtype=jnp.int32)
+        zero = jnp.zeros_like(steps)
+        began = jax.lax.cummax(jnp.where(self.resets, steps, zero), axis=steps.ndim - 2)
+        return jnp.where(self.mask, steps - began, zero)
+
+    @staticmethod
+    @verb
+    def from_segment_ids(
+        data: Y, segment_ids: ArrayLike, *, time_axis: int, num_segments: int | None = None
+    ) -> Packed[Y]:
+        """Makes a batch of rows that are packed already, from the segment ids of a data pipeline.
+
+        A sequence is a run of steps of one row with the same id. Sequences are in the order of their rows, and in each
+        row in the order of time.
+
+        Args:
+            data: any pytree with leaves `[B, T, ...]`, or `[T, B, ...]`: the axes of `segment_ids`.
+            segment_ids: int[B, T] or int[T, B]. 0 is padding, which may be anywhere. Each sequence has another id than
+                the others of its row, in any order; `Packed.segment_ids` numbers them anew. Traced ids are not checked:
+                a run whose id was there before is another sequence, and a negative id is not padding.
+            time_axis: the axis of the steps: 1 for `[B, T]`, the form of most pipelines, and 0 for `[T, B]`. Required,
+                because shapes do not show it. The batch is `[T, R, ...]`.
+            num_segments: the number of sequences N, or more: the others have 0 steps. Required if `segment_ids` are
+                traced; sequences after the first `num_segments` are padding then. None: as many as there are, and
+                one of 0 steps where all is padding.
+
+        Returns:
+            The batch, whose leaves are `[T, R, ...]` and in which R is B.
+
+        Raises:
+            ArgumentError: if an id is negative, or two runs of a row have the same; if there are more than
+                `num_segments`; if `segment_ids` do not have two axes, or a leaf does not begin with these.
+            ArgumentTypeError: if `segment_ids` are not ints, or `time_axis` is missing.
+            TracedArgumentError: if `segment_ids` are traced and `num_segments` is None.
+
+        Examples:
+            >>> import jax.numpy as jnp
+            >>> import treescan
+            >>> tokens = jnp.array([[5, 6, 7, 8], [9, 3, 0, 0]])  # [B, T]
+            >>> ids = jnp.array([[1, 1, 1, 2], [1, 1, 0, 0]])
+            >>> batch = treescan.Packed.from_segment_ids(tokens, ids, time_axis=1)
+            >>> for sequence in treescan.unpack(batch.data, batch):
+            ...     print(sequence)
+            [5 6 7]
+            [8]
+            [9 3]
+            >>> print(batch.positions.T)
+            [[0 1 2 0]
+             [0 1 0 0]]
+        """
+        from .segments import read_ids
+
+        laid_out, mask, resets, spans = read_ids(data, segment_ids, time_axis, num_segments)
+        return Packed(laid_out, mask, resets, PackIndex(*spans))
 
     @property
     @verb
