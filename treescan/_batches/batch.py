@@ -99,20 +99,20 @@ class Packed(NamedTuple, Generic[X]):
 
         Args:
             data: any pytree with leaves `[B, T, ...]`, or `[T, B, ...]`: the axes of `segment_ids`.
-            segment_ids: int[B, T] or int[T, B]. 0 is padding, which may be anywhere. Each sequence has another id than
-                the others of its row, in any order; `Packed.segment_ids` numbers them anew. Traced ids are not checked:
-                a run whose id was there before is another sequence, and a negative id is not padding.
+            segment_ids: int[B, T] or int[T, B]. 0 is padding, which may be anywhere. The sequences of a row have
+                different ids, in any order; `Packed.segment_ids` numbers them anew. Traced ids are not checked: a run
+                whose id was there before is another sequence, and a negative id is not padding.
             time_axis: the axis of the steps: 1 for `[B, T]`, the form of most pipelines, and 0 for `[T, B]`. Required,
                 because shapes do not show it. The batch is `[T, R, ...]`.
-            num_segments: the number of sequences N, or more: the others have 0 steps. Required if `segment_ids` are
-                traced; sequences after the first `num_segments` are padding then. None: as many as there are, and
-                one of 0 steps where all is padding.
+            num_segments: the number of sequences N. If there are fewer, the rest have 0 steps. Required if
+                `segment_ids` are traced; if there are more, those after the first `num_segments` are padding then.
+                None: as many as there are, at least 1.
 
         Returns:
-            The batch, whose leaves are `[T, R, ...]` and in which R is B.
+            The batch, leaves `[T, R, ...]`. R is B.
 
         Raises:
-            ArgumentError: if an id is negative, or two runs of a row have the same; if there are more than
+            ArgumentError: if an id is negative, or is that of two runs of a row; if there are more than
                 `num_segments`; if `segment_ids` do not have two axes, or a leaf does not begin with these.
             ArgumentTypeError: if `segment_ids` are not ints, or `time_axis` is missing.
             TracedArgumentError: if `segment_ids` are traced and `num_segments` is None.
