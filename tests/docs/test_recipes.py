@@ -7,8 +7,9 @@ import pytest
 from oracle import as_numpy
 from test_docs import as_users_run_it
 
+import treescan
 from benchmarks.recipes import installed, problems
-from examples.recipes import agents, ppo, rollout, state_space
+from examples.recipes import agents, ppo, rollout, segments, state_space
 
 __all__ = ["as_users_run_it"]  # a fixture
 NAMES = (
@@ -211,3 +212,77 @@ def test_a_rollout_goes_on_where_the_one_before_it_stopped():
     _, second = rollout.rollout(p, carry, 3)
     for every, *parts in zip(*map(jax.tree.leaves, (whole, first, second)), strict=True):
         np.testing.assert_array_equal(every, np.concatenate(parts))
+
+
+# Layers over packed rows.
+
+IDS = np.array([[0, 3, 3, 3, 1, 0, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 0, 0, 4]])
+SPANS = [(0, 1, 4), (0, 4, 5), (0, 6, 10), (1, 0, 6), (1, 6, 10), (2, 9, 10)]
+
+
+def attended(heads):
+    """Attention over one sequence, [steps, heads, features], by loops in Python."""
+    query, key, value = (list(part) for part in heads)
+    rates = 10_000.0 ** -(np.arange(2) / 2)
+
+    def turned(x, position):
+        pairs = [
+            (x[:, i] * np.cos(position * r) - x[:, i + 2] * np.sin(position * r),
+             x[:, i + 2] * np.cos(position * r) + x[:, i] * np.sin(position * r)) for i, r in enumerate(rates)
+        ]  # fmt: skip
+        return jnp.stack([pair[0] for pair in pairs] + [pair[1] for pair in pairs], axis=-1)
+
+    out = []
+    for t, q in enumerate(query):
+        scores = [jnp.exp((turned(q, t) * turned(key[s], s)).sum(-1) / 2.0) for s in range(t + 1)]
+        weighted = sum(score[:, None] * value[s] for s, score in enumerate(scores))
+        out.append(weighted / sum(scores)[:, None])
+    return jnp.stack(out)
+
+
+def convolved(kernel, x):
+    """A convolution of one sequence, [steps, features], by loops in Python."""
+    taps = list(enumerate(kernel[::-1]))
+    return jnp.stack([sum(weights * x[t - k] for k, weights in taps if t >= k) for t in range(len(x))])
+
+
+LAYERS = {
+    "attention": (lambda kernel, packed: segments.attend(packed), lambda kernel, heads: attended(heads), 0.0),
+    "convolution": (lambda kernel, packed: segments.convolve(packed, kernel), convolved, np.nan),
+    "shifts": (lambda kernel, packed: segments.convolve_at_once(packed, kernel), convolved, np.nan),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_over_packed_rows_is_that_of_each_sequence_alone(name):
+    """Values and gradients, with padding before, between and after sequences. That of the convolution is NaN."""
+    layer, alone, padding = LAYERS[name]
+    random = np.random.default_rng(0)
+
+    def numbers(*shape):
+        given = random.normal(size=(*IDS.shape, *shape)).astype("f")
+        return jnp.where(IDS.reshape(*IDS.shape, *[1] * len(shape)) > 0, given, padding)
+
+    data = segments.Heads(*(numbers(2, 4) for _ in range(3))) if name == "attention" else numbers(2)
+    kernel, weights = (jnp.asarray(random.normal(size=shape), jnp.float32) for shape in ((3, 2), (*IDS.shape, 1)))
+
+    def packed_loss(kernel, data, ids):
+        packed = treescan.Packed.from_segment_ids(data, ids, time_axis=1, num_segments=7)
+        ys = layer(kernel, packed).swapaxes(0, 1)
+        weighted = jnp.cos(ys.reshape(*IDS.shape, -1)) * weights
+        return jnp.where(ids[..., None] > 0, weighted, 0.0).sum()
+
+    def loss_of_each(kernel, data):
+        cut = [jax.tree.map(lambda leaf, r=r, a=a, b=b: leaf[r, a:b], data) for r, a, b in SPANS]
+        outs = [alone(kernel, part) for part in cut]
+        pairs = zip(SPANS, outs, strict=True)
+        return sum((jnp.cos(ys.reshape(b - a, -1)) * weights[r, a:b]).sum() for (r, a, b), ys in pairs)
+
+    want = jax.jit(jax.value_and_grad(loss_of_each, (0, 1)))(kernel, data)
+    gradient = jax.value_and_grad(packed_loss, (0, 1))
+    assert_equal(jax.jit(gradient)(kernel, data, IDS), want, 1e-5)
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (kernel, data, IDS))
+    mapped = jax.jit(jax.vmap(gradient))(*twice)
+    assert_equal(mapped, jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), want), 1e-5)
+    with jax.disable_jit():
+        assert_equal(packed_loss(kernel, data, IDS), want[0], 1e-5)
