@@ -5,6 +5,7 @@ The only file that handles names that differ between the oldest and the newest s
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
@@ -199,6 +200,32 @@ def stacked_type(aval: Aval | jax.ShapeDtypeStruct, length: int) -> jax.ShapeDty
         return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
     stacked = NamedSharding(own.mesh, PartitionSpec(None, *spec_parts(own.spec)))
     return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype, sharding=stacked)
+
+
+def types_of(function: Callable[..., PyTree], *given: Any) -> PyTree:
+    """The types of what a function returns: those of `jax.eval_shape`, with their shardings."""
+    try:
+        hash(function)
+    except TypeError:  # which `jax.jit` refuses
+        function = functools.partial(function)
+    traced = jax.jit(function).trace(*given)
+    return with_shardings(traced.out_info, traced.jaxpr.out_avals)
+
+
+def with_shardings(types: PyTree, avals: Sequence[Aval]) -> PyTree:
+    """The types that a trace of JAX returns, with the shardings that it found.
+
+    JAX leaves them out if an axis of the mesh is automatic, also where another one is explicit. Of a value that varies
+    over a third, manual axis, the type then does not say of which mesh: JAX fails in an assertion if it is given that.
+    """
+    leaves, structure = jax.tree.flatten(types)
+    pairs = zip(leaves, avals, strict=True)
+    return jax.tree.unflatten(structure, [_with_sharding(leaf, aval.sharding) for leaf, aval in pairs])
+
+
+def _with_sharding(leaf: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    kinds = {*sharding.mesh.axis_types}
+    return leaf.update(sharding=sharding) if AxisType.Auto in kinds and len(kinds) > 1 else leaf
 
 
 def is_explicit(sharding: NamedSharding) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar, cast
 
 import jax
 
-from .._avals import PyTree, is_sharded, is_weak, varying_axes
+from .._avals import PyTree, is_sharded, is_weak, types_of, varying_axes
 
 if TYPE_CHECKING:
     from .loop import Result
@@ -166,4 +166,4 @@ def one_step(xs: Feed) -> Feed:
 
     if not [leaf for leaf in jax.tree.leaves(xs) if is_sharded(leaf) or varying_axes(jax.typeof(leaf))]:
         return jax.tree.map(entry, xs)  # a trace of the indexing would say the same, and takes longer
-    return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
+    return types_of(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, names_no_mesh, promoted, set_mesh
+from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, names_no_mesh, promoted, set_mesh, types_of
 from .._errors import Fault, is_package_frame, walk_traceback
 from .feed import Feed
 from .loop import Arrays, Body, Plan, Step, is_jit_disabled
@@ -177,7 +177,7 @@ def _blame_step(function: _Lowered, carry: PyTree, xs: PyTree) -> None:
     """
     try:
         x = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), xs)
-        out, _ = jax.eval_shape(lambda c, x: function(c, x), carry, x)
+        out, _ = types_of(lambda c, x: function(c, x), carry, x)
         with weak_types_settled():
             jax.eval_shape(lambda c, x: function(c, x), settle(carry, out)[0], x)
     except Fault:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import Array, PyTree, as_arrays, exact_int, place_like
+from .._avals import Array, PyTree, as_arrays, exact_int, place_like, types_of
 from .._errors import ArgumentError, Misuse, expect, warn_user
 from .._loop.chunk import Level, RunChunk, run_chunked
 from .._loop.feed import Feed, one_step
@@ -307,7 +307,7 @@ class QuietSteps:
                 if always[i] or i in loud[start]:
                     ys[i].append(y)
         if not all(ys.values()):  # empty stacks for the outputs that no step of this chunk keeps
-            _, y = jax.eval_shape(lambda *given: plan.step(*given), consts, state, one_step(feed))
+            _, y = types_of(plan.step, consts, state, one_step(feed))
             for i, leaf in enumerate(jax.tree.leaves(y)):
                 if ys.get(i) == []:
                     ys[i] = [place_like(jax.lax.full(leaf.shape, 0, leaf.dtype), leaf)[None][:0]]

@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 import jax
 
-from .._avals import PyTree, as_arrays, is_weak
+from .._avals import PyTree, as_arrays, is_weak, types_of
 from .._loop.chunk import Level
 from .._loop.feed import one_step
 from .._loop.loop import Loop
@@ -63,7 +63,7 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
 
 def _settled(loop: Loop) -> PyTree:
     """The state, its weak types those that a step returns: the first step is the same program as the others."""
-    state, _ = jax.eval_shape(lambda *given: loop.step(*given), loop.consts, loop.state, one_step(loop.xs))
+    state, _ = types_of(loop.step, loop.consts, loop.state, one_step(loop.xs))
     return jax.tree.map(
         lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
         as_arrays(loop.state),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary_over, varying_axes
+from .._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, types_of, vary_over, varying_axes
 from .._cpu import writes
 from .._cpu.rows import gather_rows
 from .._errors import BodyFault, Fault, Misuse, TreescanError
@@ -166,7 +166,7 @@ def trace_tiers(traced: Loop, loop: Loop, axes: RowAxes, tiers: tuple[int, ...])
     """
     before = axes._replace(consts=axes.consts.inner)
     for tier in tiers[:-1]:
-        given = jax.eval_shape(functools.partial(_first_rows, before, tier), loop.consts, whole_state(traced), loop.xs)
+        given = types_of(functools.partial(_first_rows, before, tier), loop.consts, whole_state(traced), loop.xs)
         consts, state, feed = given
         y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(traced.hoisted.y), axes.y, strict=True)]
         try:
@@ -263,7 +263,7 @@ def refuse_draws_around(loop: Loop) -> None:
     step, of_fewer = (
         jax.make_jaxpr(loop.step)(consts, state, one_step(feed))
         for tier in (tiers[-1], tiers[0])
-        for consts, state, feed in [jax.eval_shape(functools.partial(_first_rows, loop.masked.axes, tier), *given)]
+        for consts, state, feed in [types_of(functools.partial(_first_rows, loop.masked.axes, tier), *given)]
     )
     refuse_shared_draws(step.jaxpr, of_fewer.jaxpr, tiers[0], tiers[-1])
 

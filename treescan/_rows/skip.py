@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import jax
 
 from .. import _faster
-from .._avals import PyTree, is_key, promoted
+from .._avals import PyTree, is_key, promoted, types_of
 from .._cpu import backend
 from .._loop.feed import Feed
 from .._loop.loop import Loop, Step, is_untraced
@@ -104,7 +104,7 @@ class RunLive:
         return run_or_leave(way, ways, leave, consts, state, feed)
 
     def _nothing(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        final, types = jax.eval_shape(OnAllRows(self.step), consts, state, feed)
+        final, types = types_of(OnAllRows(self.step), consts, state, feed)
         # The branches must have the same types: an untraced, weakly typed init is promoted here as in the loop.
         state = jax.tree.map(lambda given, returned: promoted(given, returned)[0], state, final)
         return state, self.idle(state, types)

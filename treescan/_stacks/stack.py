@@ -24,6 +24,7 @@ from .._avals import (
     same_type,
     shape_of,
     spec_parts,
+    types_of,
 )
 from .._body.call import names_of
 from .._body.carry import agree, find_differences
@@ -295,7 +296,7 @@ def _put(frozen: PyTree, i: int | Array, layer: PyTree) -> list[Array]:
     new, own = jax.tree.flatten(given)
     types = [[(shape_of(leaf), dtype_of(leaf)) for leaf in leaves] for leaves in (arrays, new)]
     if structure != own or [((shape or ())[1:], dtype) for shape, dtype in types[0]] != types[1]:
-        first = thaw_static(jax.eval_shape(lambda tree: _take(tree, 0), frozen))
+        first = thaw_static(types_of(lambda tree: _take(tree, 0), frozen))
         rows = _differences("layer", first, layer, numbers_in(stacked))
         if rows:  # static leaves without a hash make other structures, and may be equal
             raise LayerFault(
@@ -514,7 +515,7 @@ def _program(
     make = functools.partial(_all, body, n)
     if shardings is None:
         return jax.jit(make)
-    places = stacked_shardings(jax.eval_shape(functools.partial(_one, body), key, frozen), shardings).tree
+    places = stacked_shardings(types_of(functools.partial(_one, body), key, frozen), shardings).tree
     if AxisType.Explicit in mesh.axis_types:  # where each value would be made as its type says: on every device
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=jax.tree.map(spec_of, places, is_leaf=_is_place)))
     return jax.jit(make, out_shardings=places)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from .._avals import Leaves, PyTree, TreeDef, as_arrays, is_weak, same_type, varying_axes
+from .._avals import Leaves, PyTree, TreeDef, as_arrays, is_weak, same_type, varying_axes, with_shardings
 from .._errors import BodyFault, speaking_of
 from .._loop.feed import Consts, Feed, one_step
 from .._loop.loop import Body, Loop, Step
@@ -304,7 +304,8 @@ def _trace(
 ) -> tuple[ClosedJaxpr, tuple[Leaves, PyTree]]:
     consts, leaves, feed = given
     flat = _Flat(loop.body, loop.step, named_signature("consts", *loop.names))
-    return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
+    jaxpr, types = jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
+    return jaxpr, with_shardings(types, jaxpr.out_avals)
 
 
 def _unchanged(jaxpr: ClosedJaxpr, inputs: Inputs, changing: tuple[bool, ...]) -> tuple[bool, ...]:

@@ -24,6 +24,7 @@ from .._avals import (
     describe_traced,
     dtype_of,
     promoted,
+    types_of,
     vary_over,
     varying_axes,
 )
@@ -226,7 +227,7 @@ class Condition:
         """The trace for fewer rows; `axes` says where these are in each leaf of the user's state."""
         call = self.call
         assert call is not None
-        given = jax.eval_shape(lambda tree: take_rows(tree, axes, jnp.arange(tier)), state)
+        given = types_of(lambda tree: take_rows(tree, axes, jnp.arange(tier)), state)
         try:
             traced = jax.make_jaxpr(call)(given)
         except Fault:

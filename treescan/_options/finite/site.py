@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_like, shard, spec_parts
+from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_like, shard, spec_parts, types_of
 from ..._loop.chunk import Level, run_chunked
 from ..._loop.feed import Consts, Feed, Slot
 from ..._loop.loop import Loop, Step, in_turn
@@ -412,7 +412,7 @@ def in_branch(here: Array, explain: Callable[..., Evidence], *operands: Any) -> 
         return evidence if mesh is None else in_mesh(evidence, mesh)  # a selection need not name it
 
     with jax.disable_jit(False):
-        shapes = jax.eval_shape(taken, *operands)
+        shapes = types_of(taken, *operands)
 
     def nothing(*_: Any) -> Evidence:
         zeros = jax.tree.map(lambda leaf: place_like(jnp.zeros(leaf.shape, leaf.dtype), leaf), shapes)
