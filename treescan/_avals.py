@@ -5,7 +5,6 @@ The only file that handles names that differ between the oldest and the newest s
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 import re
@@ -204,11 +203,7 @@ def stacked_type(aval: Aval | jax.ShapeDtypeStruct, length: int) -> jax.ShapeDty
 
 def types_of(function: Callable[..., PyTree], *given: Any) -> PyTree:
     """The types of what a function returns: those of `jax.eval_shape`, with their shardings."""
-    try:
-        hash(function)
-    except TypeError:  # which `jax.jit` refuses
-        function = functools.partial(function)
-    traced = jax.jit(function).trace(*given)
+    traced = jax.jit(lambda *given: function(*given)).trace(*given)  # of a step, JAX would print all that it holds
     return with_shardings(traced.out_info, traced.jaxpr.out_avals)
 
 

@@ -263,7 +263,7 @@ def run_split(plan: Plan, split: Split, given: Arrays) -> tuple[Leaves, Leaves]:
             whole = functools.partial(_forward, apart, split)
             return push_plainly(whole, *primals, *tangents, branches=has_branches(split.derivative.rest))
 
-    return with_rule(functools.partial(_forward, plan, split), rule)(given)
+    return with_rule(functools.partial(_forward, plan, split), rule, call=True)(given)
 
 
 def _forward(plan: Plan, split: Split, given: Arrays) -> tuple[Leaves, Leaves]:

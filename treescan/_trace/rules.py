@@ -23,6 +23,8 @@ def with_rule(
     rule: Callable[[Any, Any], tuple[Any, Any]],
     axes: Collection[Hashable] = (),
     sources: Callable[[Any], Any] = lambda given: given,
+    *,
+    call: bool = False,
 ) -> Callable[..., Any]:
     """`jax.custom_jvp` of a function of trees, whose rule is given symbolic zeros.
 
@@ -31,13 +33,14 @@ def with_rule(
         rule: (primals, tangents), tuples of the arguments, to the results and their tangents.
         axes: the named axes over which the function computes, as `named_axes` finds them.
         sources: the first argument without what of it is computed from the rest alone.
+        call: whether JAX differentiates it in several rounds; see `tie`.
     """
 
     def results(*given: Any) -> Any:
-        return tie(function(*given), (sources(given[0]), given[1:]), axes)
+        return tie(function(*given), (sources(given[0]), given[1:]), axes, call=call)
 
     def derivative(primals: Any, tangents: Any) -> tuple[Any, Any]:
-        return tie(rule(primals, tangents), (sources(primals[0]), primals[1:]), axes)
+        return tie(rule(primals, tangents), (sources(primals[0]), primals[1:]), axes, call=call)
 
     ruled = jax.custom_jvp(results)
     ruled.defjvp(derivative, symbolic_zeros=True)

@@ -28,13 +28,14 @@ _REACHES = jax.__version_info__ >= (0, 9)
 """Whether a `psum` of what varies can be mapped. On JAX 0.8, values are tied only to what varies over no other axes."""
 
 
-def tie(tree: PyTree, given: PyTree, axes: Iterable[Hashable] = ()) -> PyTree:
+def tie(tree: PyTree, given: PyTree, axes: Iterable[Hashable] = (), *, call: bool = False) -> PyTree:
     """The values of a tree, each of which depends on all arrays of another, and on named axes.
 
     Args:
         tree: the values. What stands for no tangent is left alone.
         given: the arrays.
         axes: the named axes, where each value depends on its place along them.
+        call: whether it is a call in the program, which JAX differentiates and transposes once in each round.
     """
     leaves, structure = jax.tree.flatten(tree)
     on = [jax.dtypes.float0 != leaf.dtype and not isinstance(leaf, SymbolicZero) for leaf in leaves]
@@ -42,24 +43,25 @@ def tie(tree: PyTree, given: PyTree, axes: Iterable[Hashable] = ()) -> PyTree:
     smooth, others = split(list(map(is_smooth, given)), given)
     if others or axes:  # apart from what may be linear, so that JAX transposes nothing of it
         smooth += _nothings(others, tuple(axes))
-    tied = _tied(values, smooth) if smooth else values
+    tied = (_tied_by_call if call else _tied)(values, smooth) if smooth else values
     return jax.tree.unflatten(structure, merge(on, tied, left))
 
 
-# JAX traces these two once for the same types. In a program they are no calls: of what goes through one, XLA does not
-# see that it is constant, and writes out a constant cotangent for all steps.
-@functools.partial(jax.jit, static_argnums=1, inline=True)
+@functools.partial(jax.jit, static_argnums=1, inline=True)  # JAX traces it once for the same types
 def _nothings(others: list[Array], axes: tuple[Hashable, ...]) -> list[Array]:
     return [_nothing_of(leaf) for leaf in (*others, *map(jax.lax.axis_index, axes))]
 
 
-@functools.partial(jax.jit, inline=True)
-def _tied(values: list[Array], given: list[Array]) -> list[Array]:
+def _tie(values: list[Array], given: list[Array]) -> list[Array]:
     found: dict[frozenset[str], list[Array]] = {}
     for leaf in given:
         found.setdefault(varying_axes(jax.typeof(leaf)), []).append(_nothing_of(leaf))
     nothing = {varying: functools.reduce(jax.lax.add, parts) for varying, parts in found.items()}
     return [_tied_to(nothing, value) for value in values]
+
+
+# Of what goes through a call, XLA does not see that it is constant. It would write out a constant cotangent for all steps.
+_tied, _tied_by_call = jax.jit(_tie, inline=True), jax.jit(_tie)
 
 
 def _nothing_of(leaf: Array) -> Array:

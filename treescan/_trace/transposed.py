@@ -17,6 +17,7 @@ Saved steps write their transpose themselves. Steps that branch have that of JAX
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from .ties import tie
 Given = TypeVar("Given")
 Out = TypeVar("Out")
 
-_tied = jax.jit(tie)  # a call, which JAX differentiates and transposes once in each round
+_tied = functools.partial(tie, call=True)
 
 
 def with_transpose(push: Callable[[Given], Out], pull: Callable[[Out], Given], given: Given, like: Out) -> Out:
