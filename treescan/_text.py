@@ -107,7 +107,7 @@ _BEGUN = f"{_FIRST}. If that is what `{{name}}` is: `resets={{name}}`."
 _TIMES = "`a` is what the state is multiplied by. For returns from the end: `linear_scan({name}, b, reverse=True)`."
 _NUMBERED = (
     "A segment begins where `{name}` changes. If it is 0 at padding: "
-    "`mask={name} != 0, resets={name} != jnp.roll({name}, 1, {axis})`."
+    "`mask={name} != 0, resets=({name} != jnp.roll({name}, 1, {axis})).at[{zero}].set(False)`."
 )
 _PADDED = "`mask` is True at data. If `{name}` is True or 1 at padding: `mask=jnp.logical_not({name})`."
 _BATCH_FIRST = "`{option}` is the axis of the steps. For `batch_first=True`: `{option}=1`."

@@ -35,13 +35,13 @@ LAYOUTS = {"batch_first": True, "time_major": False}
 RATES = {"every", "interval", "print_rate"}
 
 
-def sums(ended, padding, *, reverse):
-    """The running sums of each segment, 0 at padding."""
+def sums(ended, padding, *, reverse, init=0.0):
+    """The running sums of each segment, 0 at padding. The segment of a row that runs first starts from init."""
     ys = np.zeros((T, B), "f")
     for row in range(B):
-        total = 0.0
+        total = init
         for t in reversed(range(T)) if reverse else range(T):
-            if t < T - 1 and reverse and ended[t, row]:
+            if t < T - 1 and reverse and ended[t, row] and not padding[t + 1, row]:
                 total = 0.0
             if not padding[t, row]:
                 total += OBS[t, row]
@@ -69,12 +69,12 @@ def add_up(total, x):
     return total + x, total + x
 
 
-def scanned(xs, **options):
-    return treescan.mask_scan(add_up, jnp.zeros(B), xs, **options)[1]
+def scanned(xs, init=0.0, **options):
+    return treescan.mask_scan(add_up, jnp.full(B, init), xs, **options)[1]
 
 
-def solved(xs, **options):
-    return treescan.linear_scan(1.0, xs, **options)[1]
+def solved(xs, init=0.0, **options):
+    return treescan.linear_scan(1.0, xs, jnp.full(B, init), **options)[1]
 
 
 @pytest.mark.parametrize("time_axis", [0, 1])
@@ -93,8 +93,11 @@ def test_the_code_of_a_hint_is_right(name, verb, time_axis):
         np.testing.assert_allclose(got.T if time_axis else got, expected, rtol=1e-5)
         return
     for reverse in (False, True):
-        got = verb(obs, reverse=reverse, **of_rows, **eval(f"dict({code})", names))
-        np.testing.assert_allclose(got.T if time_axis else got, sums(ended, padding, reverse=reverse), rtol=1e-5)
+        options = eval(f"dict({code})", names)
+        stored = {"init": 100.0, "reset_to": 0.0} if "resets" in options else {}
+        got = verb(obs, reverse=reverse, **of_rows, **options, **stored)
+        expected = sums(ended, padding, reverse=reverse, init=stored.get("init", 0.0))
+        np.testing.assert_allclose(got.T if time_axis else got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_float_padding_is_converted_too():

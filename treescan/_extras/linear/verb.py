@@ -67,8 +67,9 @@ def linear_scan(
             h = a * h + b
             return h, h
 
-    The state is float32 for inputs in bfloat16 and float16, and its gradient saves it as such. Padding is never read,
-    as in `treescan.mask_scan`, in values and in derivatives of any order.
+    The state is float32 for inputs in bfloat16 and float16, and its gradient saves it as such. Padding of a and b is
+    never read, as in `treescan.mask_scan`, in values and in derivatives of any order. A product that makes them, before
+    the call, reads it.
 
     Args:
         a: the factors: a pytree of arrays, real or complex, that is a prefix of b. Each broadcasts to its leaves of b,
