@@ -254,6 +254,10 @@ case()(
     block_without_its_args=lambda one: scanned(
         one, named("block", lambda layer, x, mask, scale: (x * mask * scale, None))
     ),
+    block_without_its_one_arg=lambda one: scanned(one, named("block", lambda layer, x, mask: (x, None))),
+    block_with_a_state_without_its_args=lambda one: fold_layers(
+        named("block", lambda layer, x, cache, start: (x, cache)), X, denses(one), state=one * jnp.ones(4)
+    ),
     block_with_one_arg_too_many=lambda one: folded(
         one, named("block", lambda layer, x, cache, mask: (x * mask, None)), xs=one * jnp.ones(4), args=(True, one)
     ),

@@ -131,16 +131,16 @@ def test_weak_types_settle_in_every_block(remat):
 
 
 def test_none_in_the_place_of_xs():
-    """Alone and in a pattern, as a block for decoding has it that is also used without a cache."""
+    """In a pattern; alone as a default, as a block for decoding has it that is also used without a cache."""
 
-    def attend(layer, x, cache):
+    def attend(layer, x, cache=None):
         return mix(layer, x) + (0.0 if cache is None else cache[None])
 
     layers, zeros, caches = make_stack(3), jnp.zeros((3, WIDTH)), array(3, WIDTH, seed=2)
     run = functools.partial(treescan.fold_layers, remat="step")
     for nothing in ((), (None,)):
         assert_close(run(attend, X, layers, *nothing), run(attend, X, layers, zeros))
-    pattern = [attend, attend], X, [layers, layers]
+    pattern = [lambda layer, x, cache: attend(layer, x, cache)] * 2, X, [layers, layers]
     assert_close(run(*pattern, [None, caches]), run(*pattern, [zeros, caches]))
 
 

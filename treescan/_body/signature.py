@@ -71,7 +71,8 @@ FOLD_LAYERS = Convention(
     place=1,
     spread=True,
     other="scan_layers",
-    further="Pass what all layers share as `args=(...)`, and what differs between layers as `xs`",
+    further="Pass what all layers share as `args=(...)`, and what differs between layers as `xs`. A parameter with "
+    "a default may be left out",
 )
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"

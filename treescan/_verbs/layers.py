@@ -139,8 +139,8 @@ def scan_layers(
             by all layers. In a pattern, the last period need not be full: the first stacks may have one layer more
             than the others, which costs one copy of these stacks. None, with `length`, if layers have no parameters of
             their own (as in ALBERT, whose layers share one set, in `args`): each block then receives None.
-        xs: inputs of each layer besides its parameters: any pytree with leaves `[n, ...]`. With None, a block that
-            needs this argument receives None.
+        xs: inputs of each layer besides its parameters: any pytree with leaves `[n, ...]`. In a pattern, a block
+            whose item is None receives None. For a block that runs with xs and without, give the parameter a default.
         state: a state that each layer reads and writes, for example a cache: any pytree with leaves `[n, ...]`. For a
             sequence of blocks, one each, or None. A block receives its layer's state after x (after x_layer if there
             are xs), and returns the new one after x: `block(layer, x, state, *args) -> (x, state, y)`. The loop

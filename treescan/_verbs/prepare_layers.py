@@ -476,14 +476,16 @@ def _arguments(
 ) -> tuple[tuple[tuple[PyTree, ...], ...], tuple[LeafAxes | None, ...]]:
     """What each block is given of its own, (layers, xs, state), and the axes of that, once its parameters are checked.
 
-    A block that needs xs is passed None where there are none, so that it may be run with a cache and without.
+    A block that needs xs is passed None where only other blocks of a pattern have some. Where no block has any, a
+    parameter without a default is one that was forgotten in `args`: passed None, blocks take it for "no mask".
     """
     state, shared = ("state",) if convention.stateful else (), [f"arg_{i}" for i in range(args)]
     passed = {"key": "the option `key`"} if keyed else {}
     given, axes = list[tuple[PyTree, ...]](), list[LeafAxes | None]()
+    some = any(own is not None for own in stacks.xs)
     for i, body in enumerate(bodies):
         needed = len(convention.takes) + len(state) + args + 1
-        takes_x = stacks.xs[i] is not None or needs_positional(body) == needed
+        takes_x = stacks.xs[i] is not None or (some and needs_positional(body) == needed)
         with speaking_of(body.function):
             takes = (*convention.takes, *(("x_layer",) if takes_x else ()), *state, *shared)
             check_keywords(body, passed, convention, takes)
