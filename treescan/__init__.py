@@ -76,8 +76,9 @@ else:
             "_verbs.while_scan": "while_scan",
         },
         {  # where other names are
-            "`treescan.integrations.flax.*`": "RNN",
-            "`treescan.integrations.nnx.*`": "ModuleCarry",
+            "`from treescan.integrations.flax import *`": "RNN",
+            "`from treescan.integrations.nnx import *`": "ModuleCarry",
+            "`import treescan.integrations.flax`, and `import treescan.integrations.nnx`": "integrations",
             '`treescan.linear_scan(a, b, method="parallel")` for what is linear, and `jax.lax.*`': "associative_scan",
         },
     )

@@ -387,8 +387,25 @@ def test_names_of_public_modules_are_found(home: str) -> None:
     names = {name for name in dir(module) if name[0] != "_"}
     assert names == set(getattr(module, "__all__", names))
     for name in names - set(treescan.__all__):
-        with pytest.raises(AttributeError, match=rf"no attribute '{name}'. There is `treescan.{home}.{name}`"):
+        where = f"from treescan.{home} import {name}" if home.startswith("integrations") else f"treescan.{home}.{name}"
+        with pytest.raises(AttributeError, match=rf"no attribute '{name}'. There is `{where}`"):
             getattr(treescan, name)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "there_is"),
+    [
+        (treescan, "integrations", "`import treescan.integrations.flax`, and `import treescan.integrations.nnx`"),
+        (treescan.carries, "mean", r"`moments\(\)`, with the mean and the variance"),
+        (treescan.carries, "moving_average", r"`ema\(start, decay\)`"),
+    ],
+)
+def test_a_name_of_something_else_is_told_ours(
+    module: Any, name: str, there_is: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(vars(module), name, raising=False)  # a module that another test has imported
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'. There is {there_is}."):
+        getattr(module, name)
 
 
 def test_a_name_of_jax_is_told_ours() -> None:

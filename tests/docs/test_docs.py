@@ -14,6 +14,7 @@ import doctest
 import io
 import os
 import re
+import subprocess
 import sys
 import textwrap
 import tomllib
@@ -255,6 +256,19 @@ def test_errors_say_where_they_are_explained(capsys: pytest.CaptureFixture[str])
         assert printed.startswith(f"{kind.__name__}\n====")
         assert list(too_wide(printed)) == []
         assert not re.search(r"<!--|```|\]\(|\*\*|^## ", printed, re.MULTILINE)
+
+
+def test_a_reader_of_an_explanation_may_have_enough() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-u", "-m", "treescan", "explain", "CarryError"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None and running.stderr is not None
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.returncode == 0
 
 
 def test_the_wheel_explains_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

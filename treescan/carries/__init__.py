@@ -45,4 +45,8 @@ else:
             "_registry": "register_carry",
             "_sums": "RunningSum running_sum",
         },
+        {  # what else these carries are called
+            "`moments()`, with the mean and the variance": "mean std var variance statistics",
+            "`ema(start, decay)`": "average moving_average exponential_moving_average",
+        },
     )
