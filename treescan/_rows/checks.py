@@ -116,16 +116,10 @@ def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False, tim
             raise Misuse(f"{{call}}: `lengths` must be at least 0, {wrong}", cure)
         raise Misuse(
             f"{{call}}: `lengths` must lie between 0 and the {steps} steps, {wrong}",
-            *(_as_many(values, steps, time_axis) or [_FIRST_BEFORE] * bool(values.max() == steps + 1)),
+            *_as_many(values, steps, time_axis),
             f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row.",
         )
     return lengths
-
-
-_FIRST_BEFORE = (
-    "Perhaps the first step of each row is computed before the loop, and `xs[1:]` in it. Then pass `lengths - 1`. Or "
-    "leave that step in the loop, where a body of `mask_scan` can take the keyword `first`."
-)
 
 
 def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
