@@ -352,6 +352,12 @@ def axis_spec(leaf: object, axis: int) -> AxisSpec:
 _OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
 
 
+_SEVERAL_KEYS = (
+    "If each row has a key of its own, carry them, `treescan.carries.keys(...)` in {init}. If each {unit} has one, "
+    "pass them in {xs}."
+)
+
+
 def check_key(key: object, why: str = _OWN_KEYS) -> Array | None:
     """One PRNG key, typed or raw; `why` says what becomes of it."""
     if key is None:
@@ -360,7 +366,10 @@ def check_key(key: object, why: str = _OWN_KEYS) -> Array | None:
     single = isinstance(key, jax.Array | np.ndarray) and (
         key.ndim == 0 if is_key(key) else key.dtype == jnp.uint32 and key.shape == _raw_key_shape(default)
     )
-    expect(single, "key", "one PRNG key", key, f"Pass `jax.random.key(seed)`: {why}")
+    cures = [f"Pass `jax.random.key(seed)`: {why}"]
+    if is_key(key) or (dtype_of(key) == jnp.uint32 and (shape_of(key) or ())[-1:] == _raw_key_shape(default)):
+        cures.append(_SEVERAL_KEYS)
+    expect(single, "key", "one PRNG key", key, *cures)
     return jnp.asarray(key)
 
 
@@ -400,6 +409,8 @@ def check_keywords(
         if name not in given:
             cures = {**_CURES_OF_KEYWORDS, **elsewhere}
             cure = cures.get(name, "Bind it first, `functools.partial({step}, ...)`, or give it a default.")
+            if name not in cures and (meant := _KEYWORDS_ALSO_CALLED.get(name)):
+                cure = f"Did you mean `{meant}`? {cures[meant]}"
             raise BodyFault(f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
 
 
@@ -409,6 +420,9 @@ _CURES_OF_KEYWORDS = {
     "valid": "`valid` is the step's mask: `treescan.mask_scan` passes it.",
     "first": "`first` says which rows take the first valid step of their segment: `treescan.mask_scan` passes it.",
 }
+
+
+_KEYWORDS_ALSO_CALLED = {"is_first": "first", "is_valid": "valid", "mask": "valid", "rng": "key", "prng_key": "key"}
 
 
 def needs_positional(body: Body) -> int:

@@ -36,8 +36,8 @@ STEP_WORDS = {
     "arrays_as_xs": "arrays as xs",
     "all_whole": "every leaf of xs has {in_axes} None",
     "axis_none": "With None, every step receives the whole leaf",
-    "mask": "the mask",
-    "rows_of_init": "its rows are not those of the mask. `init` needs one entry for each row of the batch "
+    "mask": "the lengths or masks",
+    "rows_of_init": "its rows are not those of the lengths or masks. `init` needs one entry for each row of the batch "
     "(`packed.rows` of them for a `Packed`), and the lengths or the mask must be for the same rows.",
     "rows_of_x": "pass the lengths or the mask of exactly these rows.",
     "batch_first": "pass `time_axis=1`",
@@ -65,7 +65,8 @@ WHILE_WORDS = {
     "rows_of_init": "the condition has other rows: let it return one bool for each row of `init`.",
     "rows_of_x": "the carry and the condition have other rows.",
     "batch_first": "pass `in_axes=1`",
-    "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`.",
+    "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`. If "
+    "it has a last axis of 1, drop that: `[..., 0]`.",
 }
 LAYER_WORDS = {**STEP_WORDS, "step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
 CHUNK_WORDS = {

@@ -79,7 +79,8 @@ _ALSO_CALLED = {
     "fill": ("value", "fill_value", "padding_value", "pad_value", "constant_values"),
     "length": ("max_length", "maxlen", "num_steps", "n_steps", "steps", "num_layers", "n_layers"),
     "max_length": ("max_steps", "max_iter", "maxiter", "max_iterations", "length", "num_steps"),
-    "lengths": ("seq_lens", "sequence_lengths", "num_valid"),
+    "lengths": ("seq_lens", "seq_lengths", "sequence_lengths", "num_valid"),
+    "seq_lengths": ("lengths", "seq_lens", "sequence_lengths"),
     "mask": ("masks", "valid"),
     "in_axes": ("axis", "axes"),
     "chunk_size": ("chunk", "batch_size", "size"),
@@ -112,6 +113,7 @@ _NUMBERED = (
 _PADDED = "`mask` is True at data. If `{name}` is True or 1 at padding: `mask=jnp.logical_not({name})`."
 _BATCH_FIRST = "`{option}` is the axis of the steps. For `batch_first=True`: `{option}=1`."
 _TIME_MAJOR = "`{option}` is the axis of the steps. For `time_major=False`: `{option}=1`."
+_NEW = "`decay` is the weight of the past, and `{name}` that of a new value: `decay=1 - {name}`."
 _RATE = "`updates` is how many updates a run has. For one in every k steps: `updates=length // k`."
 _MEANINGS: dict[str, dict[str, str]] = {
     word: says
@@ -125,6 +127,7 @@ _MEANINGS: dict[str, dict[str, str]] = {
         ("padding paddings logit_paddings label_paddings", {"mask": _PADDED}),
         ("batch_first", {"time_axis": _BATCH_FIRST, "in_axes": _BATCH_FIRST}),
         ("time_major", {"time_axis": _TIME_MAJOR, "in_axes": _TIME_MAJOR}),
+        ("alpha tau step_size", {"decay": _NEW}),
         ("every interval print_rate", {"updates": _RATE}),
     )
     for word in words.split()

@@ -134,6 +134,9 @@ case()(
     carry_clip_negative=lambda one: carries.clip_gradient(one, -1.0),
     carry_clip_complex=lambda one: carries.clip_gradient({"z": jax.lax.complex(one, one)}, 1.0),
     carry_moments_of_ints=lambda one: carries.moments(dtype=int),
+    carry_moments_returned_as_read=lambda one: scan(
+        named("step", lambda seen, x: (seen, one * x)), carries.moments(), XS
+    ),
     carry_moments_not_merged=lambda one: carries.Moments.merge(carries.moments((3,)), carries.moments()),
     check_carry_of_two_steps=lambda one: check_carry(ema(one, 0.9), XS[:2]),
     check_carry_of_an_array=lambda one: check_carry(XS, XS),

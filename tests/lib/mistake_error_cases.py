@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS, case
+from error_cases import XS, case, named
 from jax.experimental import io_callback
 
 import treescan
 from treescan import accumulate, fold, fold_layers, fori, mask_scan, scan, while_scan
-from treescan.carries import buffer
+from treescan.carries import buffer, ema
 
 ROWS = jnp.ones((5, 3))
 LENGTHS = np.array([5, 2, 1])
@@ -28,6 +28,10 @@ def add(carry, x):
 
 def layers_of(one: Any) -> list[Any]:
     return [{"w": one * jnp.eye(4), "b": jnp.zeros(4)} for _ in range(3)]
+
+
+def layers_of_one() -> Any:
+    return jnp.ones((3, 4, 4))
 
 
 def block(layer, x):
@@ -149,6 +153,23 @@ case()(
     xs_of_a_range=lambda one: scan(step, one, range(2), length=2),
     stack_one_named_tuple=lambda one: treescan.stack(Pair(one, one)),
     lengths_of_other_rows_in_fold=lambda one: fold(add, one * jnp.ones(3), ROWS, lengths=[5, 2]),
+    remat_of_bytes=lambda one: scan(step, one, XS, remat=1_000_000),
+    remat_of_a_plan_as_policy=lambda one: scan(step, one, XS, remat=treescan.Remat("nested")),
+    ema_alpha=lambda one: ema(one, alpha=0.1),
+    unpad_with_a_packed=lambda one: treescan.unpad(one * ROWS, treescan.pack(sequences())),
+    body_with_is_first=lambda one: mask_scan(
+        named("step", lambda carry, x, *, is_first: (carry + x, None)), one * jnp.ones(3), ROWS, lengths=LENGTHS
+    ),
+    while_condition_with_a_last_axis=lambda one: while_scan(
+        lambda carry: carry[:, None] < 3, step, one * jnp.ones(3), ROWS
+    ),
+    state_with_layers_behind=lambda one: fold_layers(
+        lambda layer, x, state: (x, state), one * jnp.ones(4), layers_of_one(), state=jnp.ones((2, 3, 8))
+    ),
+    state_of_one_layer=lambda one: fold_layers(
+        lambda layer, x, state: (x, state), one * jnp.ones((2, 4)), layers_of_one(), state=jnp.ones((2, 8))
+    ),
+    linear_exchanged=lambda one: treescan.linear_scan(one * ROWS, jnp.full((5, 1), 0.5)),
     offset_beyond_int32=lambda one: scan(step, one, XS, offset=2**40),
     remat_of_the_name_of_a_policy=lambda one: scan(step, one, XS, remat="dots_saveable"),
     plan_remat_of_a_pair_as_text=lambda one: treescan.plan_remat(step, one, XS, remat="step", pair="no"),

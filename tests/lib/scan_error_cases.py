@@ -174,6 +174,12 @@ case(lax=True)(
         lambda carry, x: ((jax.random.key(0, impl="rbg"), x), None), (jax.random.key(0), one), XS
     ),
     carry_grows=lambda one: scan(named("step", lambda tokens, x: (jnp.append(tokens, x), None)), one * XS, XS),
+    carry_grows_by_several=lambda one: scan(
+        named("step", lambda tokens, x: (jnp.append(tokens, XS), None)), one * XS, XS
+    ),
+    carry_splits_a_key=lambda one: scan(
+        named("step", lambda key, x: (jax.random.split(key), one * x)), jax.random.key(0), XS
+    ),
     # Xs and the length.
     xs_list_of_scalars=lambda one: scan(step, one, [1.0, 2.0, 3.0]),
     xs_nested_list=lambda one: scan(step, one, {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [one, one]}),

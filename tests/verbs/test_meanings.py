@@ -32,6 +32,7 @@ WORDS = {
     **dict.fromkeys(MASKS, (PADDING, NONE, PADDING)),
 }
 LAYOUTS = {"batch_first": True, "time_major": False}
+NEWS = {"alpha", "tau", "step_size"}
 RATES = {"every", "interval", "print_rate"}
 
 
@@ -116,6 +117,17 @@ def test_a_layout_is_converted(name):
     np.testing.assert_allclose(got, sums(NONE, NONE, reverse=False), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", sorted(NEWS))
+def test_the_weight_of_a_new_value_is_converted(name):
+    code = hint_of(lambda **options: treescan.carries.ema(0.0, **options), **{name: 0.1})
+    average = treescan.carries.ema(0.0, **eval(f"dict({code})", {name: 0.1}))
+    final = treescan.fold(lambda _, x: x, average, jnp.asarray(OBS[:, 0]))
+    expected = 0.0
+    for x in OBS[:, 0]:
+        expected += 0.1 * (x - expected)
+    np.testing.assert_allclose(final.read(), expected, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", sorted(RATES))
 def test_a_rate_is_converted(name):
     code = hint_of(treescan.meters.Progress, **{name: 5})
@@ -123,7 +135,7 @@ def test_a_rate_is_converted(name):
 
 
 def test_every_word_of_another_meaning_is_tested():
-    assert _MEANINGS.keys() == WORDS.keys() | LAYOUTS.keys() | RATES
+    assert _MEANINGS.keys() == WORDS.keys() | LAYOUTS.keys() | RATES | NEWS
     assert not _MEANINGS.keys() & {word for words in _ALSO_CALLED.values() for word in words}
 
 

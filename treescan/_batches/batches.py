@@ -362,7 +362,7 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
         [10. 20. 30.]
         [40.]
     """
-    if isinstance(data, Packed):
+    if isinstance(data, Packed) or isinstance(lengths, Packed):
         raise Misuse("{verb} takes no `Packed`.", "`treescan.unpack(ys, packed)` returns its sequences.")
     if isinstance(data, Padded) == (lengths is not None):
         raise Misuse(

@@ -246,7 +246,10 @@ def _explain_types(leaf: str, start: str, given: object, returned: object) -> It
         return
     reshaped = False
     if given_shape is not None and shape is not None and (reshaped := given_shape != shape):
-        yield _shape_note(given_shape, shape), "shape", _shape_cure(given_shape, shape)
+        is_raw = dtype == np.uint32 and given_shape[-1:] == (2,)
+        is_split = given_dtype == dtype and (is_key(given) or is_raw) and len(shape) == len(given_shape) + 1
+        cure = _SPLIT.format(name) if is_split else _shape_cure(given_shape, shape)
+        yield _shape_note(given_shape, shape), "shape", cure
     if given_dtype != dtype:
         cure = f"Return a value of dtype {given_dtype}."
         if isinstance(given_dtype, np.dtype):
@@ -277,14 +280,26 @@ def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     return ", ".join(changed)
 
 
+_SPLIT = (
+    "{{a_carry}} keeps its shape. If the {{step}} splits a key, carry one of the two: "
+    "`{0}, now = jax.random.split({0})`. "
+    "Or let {{init}} have `treescan.carries.keys(...)` there, which gives each {{unit}} a key of its own."
+)
+_GROWS = (
+    "eturn the new entries in y, which is stacked over the {unit}s, or start from an array of the final size and write "
+    "into it with `.at[i].set(...)`."
+)
+
+
 def _shape_cure(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
-    if len(given) == len(returned) and [b - a for a, b in zip(given, returned, strict=True) if a != b] == [1]:
-        return (
-            "{a_carry} cannot grow. Return the new entries in y, which is stacked over the {unit}s, or start from an "
-            "array of the final size and write into it with `.at[i].set(...)`."
-        )
+    grown = [(a, b) for a, b in zip(given, returned, strict=False) if a != b] if len(given) == len(returned) else []
+    if [b - a for a, b in grown] == [1]:
+        return f"{{a_carry}} cannot grow. R{_GROWS}"
     wanted, had = (f"[{','.join(map(str, shape))}]" for shape in (returned, given))
-    return f"{{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
+    says = f"Start from an {{init}} of shape {wanted}, or return {had}."
+    if len(grown) == 1 and grown[0][0] != 1 and grown[0][0] < grown[0][1]:  # from 1, it may be broadcast
+        says = f"If the {{step}} adds entries to it, r{_GROWS} Otherwise s{says[1:]}"
+    return f"{{a_carry}} keeps its shape. {says}"
 
 
 def _placement(name: str, start: str, given: Aval, returned: Aval) -> tuple[str, str]:
@@ -409,7 +424,7 @@ def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[]
             f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` failed for the custom carry at "
             f"{_path_of(state, root, index)}.",
             describe_error(error),
-            *(f"The body returned {describe_node(part)} there.{_ASK if is_carry(part) else ''}" for part in returned),
+            *(f"The body returned {describe_node(part)} there.{_ask(node, part)}" for part in returned),
             describe_class(type(node)),
             cause=error,
         ) from None
@@ -418,6 +433,16 @@ def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[]
 _HOOKS = {"read": (), "write": ("returned", "valid"), "rows": ()}
 _WRITE = " In a masked scan, `valid` is bool[*batch]; else it is None."
 _ASK = " Return the value to write to the carry, not the carry itself."
+_ASK_NEW = " If that is what the {step} read there, return the new value in its place."
+
+
+def _ask(node: AbstractCarry[Any, Any], part: PyTree) -> str:
+    """The advice where a body returned a carry, or perhaps what it was shown of one."""
+    if is_carry(part):
+        return _ASK
+    return (
+        _ASK_NEW if type(part) not in (tuple, list, dict) and children(part) and type(part) is type(node.read()) else ""
+    )
 
 
 def _path_of(state: PyTree, root: str, index: int) -> str:

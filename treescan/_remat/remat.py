@@ -229,12 +229,15 @@ def check_remat(remat: object, named: str = '"step", "nested"') -> Remat | None:
     plan = _PLANS.get(remat) if isinstance(remat, str) else remat
     if not isinstance(plan, Remat):
         is_policy = callable(plan) or hasattr(jax.checkpoint_policies, str(remat))
-        policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if is_policy else ""
+        part = " A policy is one part of it: `treescan.Remat(policy=...)`." if is_policy else ""
+        if (budget := exact_int(remat)) is not None:
+            part = f" For a budget of bytes: `treescan.Remat.fit({budget})`."
         raise Misuse(
             f"{{verb}} over {{body}}: `remat` must be {named}, a `treescan.Remat` or None, got "
             f"{describe_argument(remat)}.",
-            'With "step", the gradient recomputes each {unit} from its inputs. "nested" saves less, and '
-            f"`treescan.Remat(levels=3)` saves even less.{policy}",
+            'With "step", the gradient recomputes each {unit} from its inputs. "nested" saves less. '
+            "`treescan.Remat(levels=3)` saves fewer carries, but may need more memory, for copies of xs."
+            f"{part}",
         )
     for name, least in (("levels", 1), ("chunk", 2), ("budget", 1)):
         _check_count(name, getattr(plan, name), least)
@@ -285,6 +288,7 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
         plain = ", ".join(f'"{name}"' for name in known if not _makes_policies(name))
         raise Misuse(
             f"{{verb}} over {{body}}: `policy` of a `Remat` is not the name of a policy: {policy!r}.",
+            *[f'"{policy}" is a plan by itself: `remat="{policy}"`.'] * (policy in (AUTO, *_PLANS)),
             f"The policies of `jax.checkpoint_policies` are {plain}. If a policy takes arguments, for example "
             "`save_only_these_names`, call it first: "
             '`Remat(policy=jax.checkpoint_policies.save_only_these_names("h"))`.',

@@ -218,11 +218,22 @@ def _check_count(
         raise LayerFault(
             says,
             *forgotten_stack(layers, stack),
+            *[_misplaced(root, own, count)] * (not of_xs),
             cure,
             header=("leaf", "layers", "is"),
             rows=rows,
         )
     refuse_split(named, axes)
+
+
+def _misplaced(root: str, state: PyTree, count: int) -> str:
+    """What the user may do about a state that has so many layers along another axis, or along none."""
+    shapes = [shape_of(leaf) or () for leaf in jax.tree.leaves(state)]
+    for axis in range(1, min(map(len, shapes))):
+        if all(shape[axis] == count for shape in shapes):
+            moved = f"`jax.tree.map(lambda leaf: jnp.moveaxis(leaf, {axis}, 0), {root})`"
+            return f"Axis {axis} of the state has {count}. If that is the layers, move it to the front: {moved}."
+    return f"If it is the state of one layer, give each layer one: `treescan.stack([{root}] * {count})`."
 
 
 def _size(leaf: object, axis: int) -> int | None:
@@ -275,7 +286,15 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
 
 
 def _exchanged(x: PyTree, layers: PyTree, xs: PyTree, state: PyTree) -> list[str]:
-    """The advice if x has as many layers as what stands beside the stack, which has another number."""
+    """The advice if x has as many layers as what stands beside the stack, which has another number.
+
+    A stack has weights, so it seldom has fewer axes than x: such sizes are equal by chance.
+    """
+    of_x, of_layers = (
+        max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(tree)), default=0) for tree in (x, layers)
+    )
+    if of_x < of_layers:
+        return []
     sizes = ({_size(leaf, 0) for leaf in jax.tree.leaves(tree)} for tree in (x, layers, (xs, state)))
     of_x, of_layers, of_others = sizes
     if of_x != of_others or of_x == of_layers or len(of_x) != 1 or None in of_x or are_alike(xs) or are_alike(state):

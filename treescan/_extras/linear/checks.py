@@ -113,6 +113,9 @@ class _Named:
     leaf: Any
 
 
+_EXCHANGED = "With a and b exchanged, the shapes fit. The order is `linear_scan(a, b, init)`, of `a * h + b`."
+
+
 def _checked(factor: _Named, added: _Named, init: object, time_axis: int, matrix: bool) -> tuple[Array, Array, Array]:
     """Refuses factors and a first state that do not fit what is added."""
     a, b = (_in_front(each.leaf, time_axis) for each in (factor, added))
@@ -126,6 +129,7 @@ def _checked(factor: _Named, added: _Named, init: object, time_axis: int, matrix
         raise Misuse(
             f"{{call}}: {both}. a must be of shape {list(shape)}. Any axis{' before the last two' * matrix} may be 1.",
             *_with_axes(factor.path, a.shape, shape),
+            *[_EXCHANGED] * (not matrix and a.ndim == b.ndim and _fits(b.shape, a.shape)),
             *["For matrices, `[T, ..., n, n]`, pass `matrix=True`."] * (not matrix and a.ndim == b.ndim + 1),
             *["With `matrix=True`, b holds vectors, `[T, ..., n]`."] * matrix,
         )

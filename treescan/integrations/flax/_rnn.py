@@ -18,7 +18,7 @@ from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, interse
 from jax.core import Tracer
 
 from ..._avals import Array, ArrayLike, PyTree, describe_argument, dtype_of, shape_of
-from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, Fault, explain
+from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, Fault, explain, named_options
 from ..._extras.lift.groups import (
     Groups,
     GroupStep,
@@ -310,6 +310,7 @@ class RNN(nn.Module):
     progress: ProgressLike = dataclasses.field(default=None, kw_only=True)
     check_finite: bool = dataclasses.field(default=False, kw_only=True)
 
+    @named_options
     def __call__(
         self,
         inputs: Array,
