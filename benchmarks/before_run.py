@@ -42,7 +42,8 @@ def _of(chosen: Iterator[Family]) -> Iterator[Comparison | Memory]:
         for kind in (FORWARD, GRADIENT):
             mine, by_hand = Anew(family, kind), Anew(family, kind, by_hand=True)
             name = f"{family.name}, {kind}"
-            mine(), by_hand()  # so that what JAX keeps of its small functions is warm for both
+            for program in (mine, by_hand):  # so that what JAX keeps of its small functions is warm for both
+                program()
             yield Memory(f"{name}, {CALLS}", WHERE, mine.calls, by_hand.calls, unit="")
             yield Memory(f"{name}, {INSTRUCTIONS}", WHERE, mine.instructions, by_hand.instructions, unit="")
             yield Comparison(f"{name}, {COMPILE}", WHERE, mine, by_hand, blocks=1)

@@ -60,7 +60,7 @@ def _tie(values: list[Array], given: list[Array]) -> list[Array]:
     return [_tied_to(nothing, value) for value in values]
 
 
-# Of what goes through a call, XLA does not see that it is constant. It would write out a constant cotangent for all steps.
+# Of what goes through a call, XLA does not see that it is constant: it writes out a constant cotangent for all steps.
 _tied, _tied_by_call = jax.jit(_tie, inline=True), jax.jit(_tie)
 
 

@@ -290,10 +290,8 @@ def _exchanged(x: PyTree, layers: PyTree, xs: PyTree, state: PyTree) -> list[str
 
     A stack has weights, so it seldom has fewer axes than x: such sizes are equal by chance.
     """
-    of_x, of_layers = (
-        max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(tree)), default=0) for tree in (x, layers)
-    )
-    if of_x < of_layers:
+    axes = [max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(tree)), default=0) for tree in (x, layers)]
+    if axes[0] < axes[1]:
         return []
     sizes = ({_size(leaf, 0) for leaf in jax.tree.leaves(tree)} for tree in (x, layers, (xs, state)))
     of_x, of_layers, of_others = sizes
