@@ -1,11 +1,13 @@
 """The recipes of docs/recipes compute what the same programs by hand, or those of peers, compute: gradients too."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import as_numpy
-from test_docs import as_users_run_it
+from test_docs import ROOT, as_users_run_it, blocks_of
 
 import treescan
 from benchmarks.recipes import installed, problems
@@ -286,3 +288,48 @@ def test_a_layer_over_packed_rows_is_that_of_each_sequence_alone(name):
     assert_equal(mapped, jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), want), 1e-5)
     with jax.disable_jit():
         assert_equal(packed_loss(kernel, data, IDS), want[0], 1e-5)
+
+
+# Gradients per step, of the guide on debugging.
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_zeros_receive_what_a_loop_of_pullbacks_has_at_each_step(reverse):
+    """Of rows of 5, 2 and 0 steps; the root of zero, in step 1 of the second, has an infinite derivative."""
+    (block,) = (b for b in blocks_of((ROOT / "docs/guides/debugging.md").read_text()) if b.title == "zeros.py")
+    namespace = {"jax": jax, "jnp": jnp}
+    exec(block.code, namespace)
+
+    def step(w, h, x):
+        return jnp.tanh(h * w + jnp.sqrt(x * w[0]))
+
+    w, lengths, steps = jnp.array([0.5, 0.8]), [5, 2, 0], 5
+    xs = (1.0 + jnp.arange(30.0).reshape(steps, 3, 2) / 10).at[1, 1, 0].set(0.0).at[2:, 1].set(jnp.nan)
+
+    def loss(zeros):
+        shifted = functools.partial(namespace["with_zeros"](step), w)
+        h, _ = treescan.mask_scan(
+            lambda h, x: (shifted(h, x), None),
+            jnp.ones((3, 2)),
+            (xs, zeros),
+            lengths=jnp.array(lengths),
+            reverse=reverse,
+            row_axes={"x": (0, (None, 0))},
+        )
+        return h.sum()
+
+    of_w, of_h = jax.grad(loss)((jnp.zeros((steps, 2)), jnp.zeros((steps, 3, 2))))
+    want_w, want_h = np.zeros((steps, 2)), np.zeros((steps, 3, 2))
+    for row, length in enumerate(lengths):
+        order = range(length)[:: -1 if reverse else 1]
+        h, back = jnp.ones(2), {}
+        for t in order:
+            h, back[t] = jax.vjp(functools.partial(lambda x, w, h: step(w, h, x), xs[t, row]), w, h)
+        cotangent = jnp.ones(2)
+        for t in reversed(order):
+            own, cotangent = back[t](cotangent)
+            want_w[t] += own
+            want_h[t, row] = cotangent
+    np.testing.assert_allclose(of_w, want_w, rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(of_h, want_h, rtol=1e-4, atol=1e-6)
+    assert np.flatnonzero(~np.isfinite(of_w).all(1)) == [1]
