@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         unpad as unpad,
     )
     from ._errors import TreescanError as TreescanError
+    from ._extras.associative.verb import associative_scan as associative_scan
     from ._extras.chunk_map.verb import chunk_map as chunk_map
     from ._extras.describe.verb import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._extras.linear.verb import linear_scan as linear_scan
@@ -58,6 +59,7 @@ else:
             "_batches.batch": "Packed Padded",
             "_batches.batches": "last length_mask pack pad repad unpack unpad",
             "_stacks.stack": "init_layers layer_at set_layer stack unstack",
+            "_extras.associative.verb": "associative_scan",
             "_extras.linear.verb": "linear_scan",
             "_extras.pipeline.order": "from_stages to_stages",
             "_extras.pipeline.verb": "pipeline",
@@ -79,6 +81,5 @@ else:
             "`from treescan.integrations.flax import *`": "RNN",
             "`from treescan.integrations.nnx import *`": "ModuleCarry",
             "`import treescan.integrations.flax`, and `import treescan.integrations.nnx`": "integrations",
-            '`treescan.linear_scan(a, b, method="parallel")` for what is linear, and `jax.lax.*`': "associative_scan",
         },
     )

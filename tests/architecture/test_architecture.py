@@ -186,6 +186,7 @@ def test_nothing_imports_an_extra() -> None:
 
 
 FOLDERS_OF_EXTRAS = {
+    "associative": {"_transforms", "_rows", "_batches", "_options"},
     "chunk_map": {"_transforms", "_remat", "_options"},
     "describe": {"_transforms", "_remat", "_program", "_rows", "_until", "_outputs", "_faster", "_options"},
     "linear": {"_transforms", "_rows", "_batches", "_options"},
@@ -406,11 +407,6 @@ def test_a_name_of_something_else_is_told_ours(
     monkeypatch.delitem(vars(module), name, raising=False)  # a module that another test has imported
     with pytest.raises(AttributeError, match=f"no attribute '{name}'. There is {there_is}."):
         getattr(module, name)
-
-
-def test_a_name_of_jax_is_told_ours() -> None:
-    with pytest.raises(AttributeError, match=r"`treescan.linear_scan[\s\S]*`jax.lax.associative_scan`"):
-        getattr(treescan, "associative_scan")  # noqa: B009
 
 
 def sections(value: Any) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Scans of an associative operator, in rounds."""

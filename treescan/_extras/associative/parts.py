@@ -1,0 +1,108 @@
+"""Parts of rows, and how an associative operator joins them.
+
+A part is consecutive steps of each row, as one element. The operator sees pairs that nobody asked for: a sequence and
+the one before it, or padding. These results are selected away. But zero times NaN is NaN on the way back, so such pairs
+are replaced before, by one that counts: see `_lent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from ..._avals import Array, PyTree, describe_leaf, describe_node
+from ..._errors import BodyFault, Row
+from ..._rows.leaves import expand, last_set, select, take_row
+from ..._tree import leaves_with_path, same_structure
+
+Operator = Callable[[PyTree, PyTree], PyTree]
+
+
+class Part(NamedTuple):
+    """A part of each row; leaves `[n, *batch, ...]`, n parts that follow each other.
+
+    Attributes:
+        value: its steps as one element; of a part with several segments, those of the last.
+        some: bool[n, *batch]: whether a step of it is valid; None: all are.
+        begins: bool[n, *batch]: whether a segment begins in it; None: none does.
+    """
+
+    value: PyTree
+    some: Array | None = None
+    begins: Array | None = None
+
+
+def join(operator: Operator, before: Part, here: Part) -> Part:
+    """Two parts that follow each other as one."""
+    joined = _all_of(before.some, here.some, None if here.begins is None else ~here.begins)
+    if joined is None:
+        return Part(apply(operator, before.value, here.value))
+    value = apply(operator, _lent(joined, before.value), _lent(joined, here.value))
+    alone = here.value if here.some is None else choose(here.some, here.value, before.value)
+    some = None if before.some is None or here.some is None else before.some | here.some
+    begins = None if before.begins is None or here.begins is None else before.begins | here.begins
+    return Part(choose(joined, value, alone), some, begins)
+
+
+def apply(operator: Operator, before: PyTree, here: PyTree) -> PyTree:
+    """What the operator makes of stacks of elements, which it must return as they came."""
+    value = operator(before, here)
+    came, given = (leaves_with_path("y", tree) for tree in (value, here))
+    if not same_structure(here, value):
+        rows = [Row("y", describe_node(here), describe_node(value))]
+    else:
+        rows = [
+            Row(path, describe_leaf(leaf), describe_leaf(other))
+            for (path, leaf), (_, other) in zip(given, came, strict=True)
+            if _type(leaf) != _type(other)
+        ]
+    if rows:
+        raise BodyFault(
+            "{body} does not return elements of the type that it is given.",
+            "It is given two stacks of elements, with the same leaves `[n, ...]`, and returns one. To write it for two "
+            "single elements, map it: `jax.vmap(operator)`, once for each axis that leads.",
+            rows=rows,
+        )
+    return value
+
+
+def _type(leaf: object) -> object:
+    return getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+
+
+def lend_valid(value: PyTree, some: Array) -> PyTree:
+    """Elements, of which those that are not valid are replaced by one that is."""
+    return _lent(some, value)
+
+
+def choose(flags: Array, new: PyTree, old: PyTree) -> PyTree:
+    """`new` where rows are flagged, `old` elsewhere; the flags' axes lead."""
+    return jax.tree.map(lambda a, b: select(expand(flags, a, 0), a, b), new, old)
+
+
+def _lent(flags: Array, tree: PyTree) -> PyTree:
+    """A tree whose entries without a flag are replaced by one with a flag, of which no derivative is taken.
+
+    Their values and derivatives are then finite wherever those that count are. So they also add nothing to the gradient
+    of what the operator closes over.
+    """
+    if not flags.size:
+        return tree
+    lender = last_set(flags)
+    return jax.tree.map(
+        lambda leaf: select(
+            expand(flags, leaf, 0), leaf, take_row(jax.lax.stop_gradient(leaf), lender, 0, flags.shape)
+        ),
+        tree,
+    )
+
+
+def _all_of(*flags: Array | None) -> Array | None:
+    known = [each for each in flags if each is not None]
+    every = known[0] if known else None
+    for each in known[1:]:
+        assert every is not None
+        every = every & each
+    return every
