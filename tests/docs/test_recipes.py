@@ -11,7 +11,7 @@ from test_docs import ROOT, as_users_run_it, blocks_of
 
 import treescan
 from benchmarks.recipes import installed, problems
-from examples.recipes import agents, ppo, rollout, segments, state_space
+from examples.recipes import agents, parallel_series, ppo, rollout, segments, state_space
 
 __all__ = ["as_users_run_it"]  # a fixture
 NAMES = (
@@ -95,6 +95,75 @@ def test_a_smoother_equals_the_normal_distribution_of_all_states(length):
         error @ np.linalg.solve(spread, error) + np.linalg.slogdet(spread)[1] + seen.sum() * np.log(2 * np.pi)
     )
     np.testing.assert_allclose(found.log_likelihood.sum(), log_likelihood, rtol=1e-4)
+
+
+# The same in parallel.
+
+
+def ragged_series():
+    """Series of 7, 5, 1 and 0 steps, whose padding is NaN as entries are that are missing."""
+    random = np.random.default_rng(0)
+    a, c = 0.9 * np.eye(3) + 0.1 * random.normal(size=(3, 3)), random.normal(size=(2, 3))
+    q, r = np.diag([0.1, 0.2, 0.3]), np.array([[0.5, 0.2], [0.2, 0.4]])
+    mean, cov = random.normal(size=(4, 3)), np.stack([np.diag(v) for v in random.uniform(0.5, 1.5, (4, 3))])
+    ys, lengths = random.normal(size=(7, 4, 2)), np.array([7, 5, 1, 0])
+    ys[2, 0, 1] = ys[3, 1] = np.nan
+    ys[np.arange(7)[:, None] >= lengths] = np.nan
+    return (a, q, c, r), (mean, cov), ys, lengths
+
+
+def in_parallel(system, first, ys, lengths):
+    found, after = parallel_series.filtered(system, first, ys, lengths)
+    return found, parallel_series.smoothed(system, found, after, lengths)
+
+
+def test_a_smoother_in_parallel_equals_a_loop_over_each_series():
+    (a, q, c, r), (means, covs), ys, lengths = ragged_series()
+    as_floats = lambda leaves: [jnp.asarray(leaf, jnp.float32) for leaf in leaves]  # noqa: E731
+    system, first = state_space.System(*as_floats((a, q, c, r))), state_space.Belief(*as_floats((means, covs)))
+    found, smoothed = jax.jit(in_parallel)(system, first, jnp.asarray(ys, jnp.float32), jnp.asarray(lengths))
+    for row, length in enumerate(lengths):
+        m, p, passed = means[row], covs[row], []
+        for t in range(length):
+            seen = ~np.isnan(ys[t, row])
+            h, error = c[seen], ys[t, row][seen] - c[seen] @ m
+            spread = h @ p @ h.T + r[np.ix_(seen, seen)]
+            gain = p @ h.T @ np.linalg.inv(spread)
+            log_likelihood = -0.5 * (error @ np.linalg.solve(spread, error) + np.linalg.slogdet(2 * np.pi * spread)[1])
+            m, p = m + gain @ error, p - gain @ h @ p
+            passed.append((m, p))
+            m, p = a @ m, a @ p @ a.T + q
+            np.testing.assert_allclose(found.updated.mean[t, row], passed[-1][0], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found.updated.cov[t, row], passed[-1][1], rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(found.log_likelihood[t, row], log_likelihood, rtol=1e-4, atol=1e-5)
+        for t in reversed(range(length)):
+            here, spread = passed[t][0], passed[t][1]
+            ahead = a @ spread @ a.T + q
+            gain = spread @ a.T @ np.linalg.inv(ahead)
+            m, p = here + gain @ (m - a @ here), spread + gain @ (p - ahead) @ gain.T
+            np.testing.assert_allclose(smoothed.mean[t, row], m, rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(smoothed.cov[t, row], p, rtol=1e-4, atol=1e-5)
+
+
+def test_the_gradient_of_a_smoother_in_parallel_is_that_of_the_one_in_sequence():
+    system, first, ys, lengths = ragged_series()
+    ys, lengths = jnp.asarray(ys, jnp.float32), jnp.asarray(lengths)
+    half = lambda cov: (cov + cov.mT) / 2  # noqa: E731
+
+    def in_sequence(system, first, ys, lengths):
+        found = state_space.filtered(system, first, ys, lengths)
+        return found, state_space.smoothed(system, found, lengths)
+
+    def loss(run, given):
+        (a, q, c, r), (mean, cov) = given
+        system, first = state_space.System(a, half(q), c, half(r)), state_space.Belief(mean, half(cov))
+        found, smoothed = run(system, first, ys, lengths)
+        valid = jnp.arange(7)[:, None] < lengths
+        return jnp.where(valid, found.log_likelihood, 0.0).sum() + sum(jnp.sin(x).sum() for x in smoothed)
+
+    given = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), (system, first))
+    mine, wanted = (jax.jit(jax.grad(functools.partial(loss, run)))(given) for run in (in_parallel, in_sequence))
+    assert_equal(mine, wanted, 1e-4)
 
 
 STEPS, ROWS = 12, 3
