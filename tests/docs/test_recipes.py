@@ -11,7 +11,17 @@ from test_docs import ROOT, as_users_run_it, blocks_of
 
 import treescan
 from benchmarks.recipes import installed, problems
-from examples.recipes import agents, parallel_series, ppo, rollout, segments, state_space
+from examples.recipes import (
+    agents,
+    decoding,
+    linear_attention,
+    parallel_series,
+    ppo,
+    rollout,
+    segments,
+    speculative,
+    state_space,
+)
 
 __all__ = ["as_users_run_it"]  # a fixture
 NAMES = (
@@ -402,3 +412,113 @@ def test_zeros_receive_what_a_loop_of_pullbacks_has_at_each_step(reverse):
     np.testing.assert_allclose(of_w, want_w, rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(of_h, want_h, rtol=1e-4, atol=1e-6)
     assert np.flatnonzero(~np.isfinite(of_w).all(1)) == [1]
+
+
+# Linear attention.
+
+LENGTHS = (8, 3, 0)
+
+
+def of_attention(*names):
+    """Arrays [8, 3, 2, width], by name; padding is NaN."""
+    random = np.random.default_rng(0)
+    padding = np.arange(8)[:, None] >= np.array(LENGTHS)
+    found = {name: random.normal(size=(8, 3, 2, 5 if name == "v" else 4)) for name in names}
+    for name, each in found.items():
+        each[...] = -np.abs(each) if name == "log_a" else 1 / (1 + np.exp(-each)) if name in ("a", "rate") else each
+        each[padding] = np.nan
+    return [jnp.asarray(each, jnp.float32) for each in found.values()]
+
+
+def by_steps(step, *given):
+    """A loop over each row and head: `step(S, ...) -> (S, o)`; zeros in padding."""
+    out = jnp.zeros(given[2].shape)
+    for row, length in enumerate(LENGTHS):
+        for head in range(2):
+            state = None
+            for t in range(length):
+                state, o = step(state, *(each[t, row, head] for each in given))
+                out = out.at[t, row, head].set(o)
+    return out
+
+
+def gated_step(state, q, k, v, log_a):
+    state = jnp.outer(k, v) + (0 if state is None else jnp.exp(log_a)[:, None] * state)
+    return state, state.T @ q
+
+
+def rwkv7_step(state, q, k, v, a, out, rate):
+    state = jnp.outer(v, k) + (0 if state is None else state @ (jnp.diag(a) - jnp.outer(out, rate * out)))
+    return state, state @ q
+
+
+def delta_step(state, q, k, v, beta):
+    """The delta rule as its authors write it: what the state has at k is replaced, by a part of beta."""
+    state = jnp.zeros((5, 4)) if state is None else state
+    state = state - beta * jnp.outer(state @ k - v, k)
+    return state, state @ q
+
+
+def deltanet(q, k, v, beta, n):
+    v, betas = linear_attention.blank(n, v, jnp.broadcast_to(beta[..., None], k.shape))
+    return linear_attention.rwkv7(q, k, betas[..., :1] * v, jnp.ones_like(k), k, betas, n)
+
+
+LAYERS = {
+    "gated": (linear_attention.gated, gated_step, ("q", "k", "v", "log_a")),
+    "gated in chunks": (
+        functools.partial(linear_attention.gated_in_chunks, chunk=4), gated_step, ("q", "k", "v", "log_a")
+    ),
+    "rwkv7": (linear_attention.rwkv7, rwkv7_step, ("q", "k", "v", "a", "out", "rate")),
+    "deltanet": (deltanet, delta_step, ("q", "k", "v", "rate")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_linear_attention_equals_a_loop_over_each_row_and_head(name):
+    layer, step, names = LAYERS[name]
+    given = of_attention(*names)
+    given = [*given[:3], given[3][..., 0]] if name == "deltanet" else given
+    valid = (jnp.arange(8)[:, None] < jnp.array(LENGTHS))[..., None, None]
+
+    def with_gradient(run):
+        def loss(*given):
+            found = jnp.where(valid, run(*given), 0.0)
+            return jnp.sin(found).sum(), found
+
+        return jax.jit(jax.value_and_grad(loss, tuple(range(len(given))), has_aux=True))(*given)
+
+    (_, mine), gradient = with_gradient(lambda *given: layer(*given, jnp.array(LENGTHS)))
+    (_, wanted), slopes = with_gradient(functools.partial(by_steps, step))
+    assert_equal(mine, wanted, 1e-4)
+    assert_equal(gradient, slopes, 1e-4)
+
+
+# Speculative decoding.
+
+
+@pytest.mark.parametrize("draft", ["itself", "another", "a coarse copy"])
+def test_speculative_decoding_writes_the_greedy_text(draft):
+    width, symbols, most, steps, ahead = 8, 7, 4, 12, 3
+
+    def decoder(key):
+        shapes = (symbols, width), (width, 3 * width), (width, 4 * width), (4 * width, width)
+        keys = jax.random.split(jax.random.key(key), 4)
+        return decoding.Decoder(*(jax.random.normal(k, s) * width**-0.5 * 2 for k, s in zip(keys, shapes, strict=True)))
+
+    large = decoder(0)
+    coarse = jax.tree.map(lambda leaf: jnp.round(4 * leaf) / 4, large)
+    small = {"itself": large, "another": decoder(1), "a coarse copy": coarse}[draft]
+    prompts = treescan.pad([np.array(text) for text in ([1, 2, 3, 4], [5], [6, 2], [3, 3, 1])])
+    read = jax.jit(decoding.read, static_argnames="steps")
+    writing, drafts = (read(p, prompts, steps=most + steps) for p in (large, small))
+    room = most + steps
+    wanted = jax.jit(functools.partial(decoding.greedy, steps=room))(large, writing)
+    start = speculative.Speculating(*writing, drafts.cache)
+    found = jax.jit(functools.partial(speculative.speculate, ahead=ahead, rounds=room))(large, small, start)
+    for row in range(4):
+        text = [int(token) for token in np.asarray(found.ys)[:, row].reshape(-1) if token >= 0]
+        assert text == [int(token) for token in np.asarray(wanted.ys)[:, row] if token >= 0]
+        if draft == "itself":
+            assert found.steps[row] == -(-len(text) // (ahead + 1))
+    assert found.steps.max() <= wanted.steps.max()
