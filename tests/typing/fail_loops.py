@@ -10,6 +10,7 @@ from treescan import (
     Packed,
     Remat,
     accumulate,
+    associative_scan,
     chunk_map,
     fold,
     fori,
@@ -170,6 +171,22 @@ Packed.from_segment_ids(xs, lengths)  # error
 stream(step, State(one), xs)  # error
 stream(step, State(one), xs, part=2, truncate=2)  # error
 stream(step, State(one), xs, part=2, on_part=lambda part: part.carry.cell)  # error
+
+# associative_scan
+
+
+def joined(before: State, here: State) -> State:
+    return here
+
+
+def of_three(before: State, here: State, other: State) -> State:
+    return here
+
+
+associative_scan(joined, init, lengths=lengths)
+associative_scan(joined, Other(one))  # error
+associative_scan(of_three, init)  # error
+associative_scan(joined, init, axis=0)  # error
 
 # chunk_map
 

@@ -13,6 +13,7 @@ from treescan import (
     Padded,
     Remat,
     accumulate,
+    associative_scan,
     chunk_map,
     fold,
     fori,
@@ -137,6 +138,18 @@ assert_type(fori(0, 3, index_step, State(one, key)), State)
 assert_type(fori(0, 3, keyed_index_step, State(one, key), key=key), State)
 assert_type(fori(0, 3, lambda i, carry: carry + i, one), Array)
 
+
+# associative_scan
+
+
+def joined(before: State, here: State) -> State:
+    return State(before.h + here.h, here.rng)
+
+
+assert_type(associative_scan(joined, State(xs, key)), tuple[State, State])
+assert_type(associative_scan(joined, State(xs, key), 0.0, lengths=one, reverse=True, fill="hold"), tuple[State, State])
+assert_type(associative_scan(joined, Padded(State(xs, key), one)), tuple[State, State])
+assert_type(associative_scan(jnp.matmul, xs), tuple[Array, Array])
 
 # chunk_map
 
