@@ -45,7 +45,8 @@ class Speculating(NamedTuple):
     small: Cache
 
 
-AXES = Speculating(0, 0, None, None)  # of rows; caches are written in place
+# The axes of rows; of the caches none, as a step writes into them in place.
+AXES = Speculating._make((0, 0, None, None))
 
 
 def speculate(
@@ -74,7 +75,7 @@ def speculate(
     ) -> tuple[Speculating, Array]:
         token, at, cache, drafts = state
         place = jnp.where(valid, at, room)  # others write nothing
-        (_, _, drafts), guessed = treescan.scan(
+        after, guessed = treescan.scan(
             guess, (token, place, drafts), length=ahead + 1
         )
         guessed = guessed[:-1].T  # the last was run for its cache alone
@@ -89,7 +90,7 @@ def speculate(
         count = kept.sum(1)
         token = written[jnp.arange(len(at)), count - 1]
         ys = jnp.where(kept, written, -1)
-        return Speculating(token, at + count, cache, drafts), ys
+        return Speculating(token, at + count, cache, after[2]), ys
 
     return treescan.while_scan(
         goes_on,
