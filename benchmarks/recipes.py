@@ -18,11 +18,11 @@ from benchmarks import _recipe_peers as peers
 from benchmarks._harness import Comparison, Memory
 from benchmarks._lstm import normal
 from benchmarks._recipe_peers import installed
-from examples.recipes import agents, before_after, decoding, markov, ppo, speech, state_space
+from examples.recipes import agents, before_after, decoding, linear_attention, markov, ppo, speech, state_space
 
 TARGET = 1.1
 BY_HAND = "by hand"
-FOR_INFORMATION = ("dynamax", "distrax", "rlax")
+FOR_INFORMATION = ("dynamax", "distrax", "rlax", "jax.lax.scan")
 """Peers whose programs do less: they have no lengths, know nothing of gaps, or multiply chances that may underflow."""
 
 
@@ -101,6 +101,7 @@ def problems(small: bool) -> Iterator[Problem]:
     yield from _agents(small)
     yield from _series(small)
     yield from _decoding(small)
+    yield from _attention(small)
     yield from _before_after(small)
 
 
@@ -292,6 +293,35 @@ def _decoding(small: bool) -> Iterator[Problem]:
         return state.texts, state.score
 
     yield Problem("beam search", BY_HAND, beam, beam_by_hand, given, differentiable=False)
+
+
+def _attention(small: bool) -> Iterator[Problem]:
+    steps, heads, width, chunk = (12, 2, 3, 4) if small else (2_048, 4, 64, 16)
+    q, k, v = (normal(n, (steps, 1, heads, width)) for n in range(3))
+    log_a, whole = -0.1 * jax.nn.softplus(normal(3, q.shape)), jnp.full(1, steps)
+
+    def step(state: Array, x: tuple[Array, ...]) -> tuple[Array, Array]:
+        q, k, v, log_a = x
+        state = jnp.exp(log_a)[..., None] * state + k[..., None] * v[..., None, :]
+        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
+
+    def by_scan(q: Array, k: Array, v: Array, log_a: Array, _: Array) -> Array:
+        return jax.lax.scan(step, jnp.zeros((1, heads, width, width)), (q, k, v, log_a))[1]
+
+    given, name = (q, k, v, log_a, whole), "gated linear attention"
+    yield Problem(name, "jax.lax.scan", linear_attention.gated, by_scan, given)
+    in_chunks = functools.partial(linear_attention.gated_in_chunks, chunk=chunk)
+    yield Problem(f"{name}, in chunks", "jax.lax.scan", in_chunks, by_scan, given)
+    divided = functools.partial(
+        in_chunks, chunk=4 * chunk if not small else chunk, within=linear_attention.within_by_division
+    )
+    yield Problem(f"{name}, in chunks, by division", "jax.lax.scan", divided, by_scan, given)
+
+    def masked(q: Array, k: Array, v: Array, log_a: Array, n: Array) -> Array:
+        init = jnp.zeros((1, heads, width, width))
+        return treescan.mask_scan(step, init, (q, k, v, log_a), lengths=n)[1]
+
+    yield Problem(f"{name}, by mask_scan", "jax.lax.scan", masked, by_scan, given)
 
 
 def _before_after(small: bool) -> Iterator[Problem]:

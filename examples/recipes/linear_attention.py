@@ -3,6 +3,8 @@
 2025). And the first of them in chunks.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -52,8 +54,34 @@ def rwkv7(
 
 # --8<-- [end:rwkv7]
 # --8<-- [start:chunks]
+def within(chunks: tuple[Array, Array, Array, Array]) -> Array:
+    """What the steps of a chunk read from each other: leaves [N, c, ...]."""
+    q, k, v, since = chunks
+    apart = since[:, :, None] - since[:, None]
+    order = jnp.tril(jnp.ones(apart.shape[1:3], bool))[..., None, None, None]
+    decay = jnp.exp(jnp.where(order, apart, -jnp.inf))
+    weights = jnp.einsum("nibhk,njbhk,nijbhk->nijbh", q, k, decay)
+    return jnp.einsum("nijbh,njbhv->nibhv", weights, v)
+
+
+def within_by_division(chunks: tuple[Array, Array, Array, Array]) -> Array:
+    """The same, if the decay of a chunk is a number that float32 divides by."""
+    q, k, v, since = chunks
+    grown = jnp.exp(-since) * k
+    weights = jnp.einsum("nibhk,njbhk->nijbh", jnp.exp(since) * q, grown)
+    order = jnp.tril(jnp.ones(weights.shape[1:3], bool))[..., None, None]
+    weights = jnp.where(order, weights, 0.0)
+    return jnp.einsum("nijbh,njbhv->nibhv", weights, v)
+
+
 def gated_in_chunks(
-    q: Keys, k: Keys, v: Values, log_a: Keys, n: Lengths, chunk: int
+    q: Keys,
+    k: Keys,
+    v: Values,
+    log_a: Keys,
+    n: Lengths,
+    chunk: int,
+    within: Callable[[tuple[Array, Array, Array, Array]], Array] = within,
 ) -> Values:
     """`gated`, with a state for each chunk. `chunk` divides the steps."""
     q, k, v, log_a = (
@@ -68,16 +96,6 @@ def gated_in_chunks(
     outside = jnp.einsum("ncbhk,nbhkv->ncbhv", jnp.exp(since) * q, before)
     inside = treescan.chunk_map(within, (q, k, v, since), 1)
     return (inside + outside).reshape(-1, *v.shape[2:])
-
-
-def within(chunks: tuple[Array, Array, Array, Array]) -> Array:
-    """What the steps of a chunk read from each other: leaves [N, c, ...]."""
-    q, k, v, since = chunks
-    apart = since[:, :, None] - since[:, None]
-    order = jnp.tril(jnp.ones(apart.shape[1:3], bool))[..., None, None, None]
-    decay = jnp.exp(jnp.where(order, apart, -jnp.inf))
-    weights = jnp.einsum("nibhk,njbhk,nijbhk->nijbh", q, k, decay)
-    return jnp.einsum("nijbh,njbhv->nibhv", weights, v)
 
 
 # --8<-- [end:chunks]

@@ -28,7 +28,9 @@ NAMES = (
     "bidirectional GRU with CTC, padded", "bidirectional GRU with CTC, packed", "R2D2's replay", "GAE", "V-trace",
     "recurrent PPO", "Kalman filter", "Kalman filter and RTS smoother", "HMM, forward and backward", "HMM filter",
     "HMM, all rows whole", "RTS smoother, all rows whole", "greedy decoding", "beam search", "a descent that stops",
-    "nested recomputation", "thinning", "CTC over padded frames", "a GRU with resets",
+    "nested recomputation", "thinning", "CTC over padded frames", "a GRU with resets", "gated linear attention",
+    "gated linear attention, in chunks", "gated linear attention, in chunks, by division",
+    "gated linear attention, by mask_scan",
 )  # fmt: skip
 OF_PEERS = {"HMM filter": "distrax", "HMM, all rows whole": "dynamax", "RTS smoother, all rows whole": "dynamax"}
 
@@ -468,6 +470,10 @@ LAYERS = {
     "gated": (linear_attention.gated, gated_step, ("q", "k", "v", "log_a")),
     "gated in chunks": (
         functools.partial(linear_attention.gated_in_chunks, chunk=4), gated_step, ("q", "k", "v", "log_a")
+    ),
+    "gated in chunks, by division": (
+        functools.partial(linear_attention.gated_in_chunks, chunk=2, within=linear_attention.within_by_division),
+        gated_step, ("q", "k", "v", "log_a"),
     ),
     "rwkv7": (linear_attention.rwkv7, rwkv7_step, ("q", "k", "v", "a", "out", "rate")),
     "deltanet": (deltanet, delta_step, ("q", "k", "v", "rate")),
