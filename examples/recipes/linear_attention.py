@@ -65,7 +65,7 @@ def within(chunks: tuple[Array, Array, Array, Array]) -> Array:
 
 
 def within_by_division(chunks: tuple[Array, Array, Array, Array]) -> Array:
-    """The same, if the decay of a chunk is a number that float32 divides by."""
+    """The same, if float32 holds 1 divided by the decay of a chunk."""
     q, k, v, since = chunks
     grown = jnp.exp(-since) * k
     weights = jnp.einsum("nibhk,njbhk->nijbh", jnp.exp(since) * q, grown)
