@@ -213,6 +213,8 @@ def with_shardings(types: PyTree, avals: Sequence[Aval]) -> PyTree:
     JAX leaves them out if an axis of the mesh is automatic, also where another one is explicit. Of a value that varies
     over a third, manual axis, the type then does not say of which mesh: JAX fails in an assertion if it is given that.
     """
+    if len({kind for aval in avals for kind in aval.sharding.mesh.axis_types}) < 2:
+        return types
     leaves, structure = jax.tree.flatten(types)
     pairs = zip(leaves, avals, strict=True)
     return jax.tree.unflatten(structure, [_with_sharding(leaf, aval.sharding) for leaf, aval in pairs])

@@ -1,11 +1,7 @@
 // The picture of the steps that run (docs/pictures/skipped.svg): with this, one sets the lengths, `chunk` and `compact`.
 
-// How many rows there may be in a tier: `spread_tiers` in treescan/_transforms/rows/compact.py.
-const tiersOf = rows => {
-  const steps = Math.min(6, Math.ceil(Math.log2(Math.max(rows, 1))))
-  const tiers = Array.from({ length: steps }, (_, i) => Math.round(rows ** (i / steps)))
-  return [...new Set([...tiers, rows])].sort((one, other) => one - other)
-}
+// How many rows there may be in a tier: `spread_tiers` in treescan/_rows/compact.py.
+const tiersOf = rows => [...new Set([16, 4, 2, 1].map(part => Math.ceil(rows / part)))]
 
 // Of each chunk: its number of steps, and the rows that it runs on. A chunk runs if a row has a step in it; with
 // `compact`, it runs on the smallest tier that holds these rows, but steps that are left over run on all rows.

@@ -263,8 +263,8 @@ OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
 
 
 REWRITING = {
-    "_cpu.writes", "_trace.cost", "_trace.dependence", "_trace.rules", "_trace.ties", "_trace.transposed",
-    "_remat.budget",
+    "_cpu.writes", "_remat.budget",
+    "_trace.cost", "_trace.dependence", "_trace.on_in_steps", "_trace.rules", "_trace.ties", "_trace.transposed",
     "_faster.in_bulk", "_faster.products", "_remat.remat", "_rows.compact",
     "_faster.in_place", "_faster.saved", "_faster.writing",
 }  # fmt: skip

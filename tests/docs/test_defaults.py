@@ -14,7 +14,7 @@ from scripts import ROOT, script
 from treescan._options.progress.meters import MOST
 from treescan._remat.budget import MARGIN
 from treescan._remat.remat import LARGE, LEAST_STEPS
-from treescan._rows.compact import LARGE_PARTS, MOST_EQUATIONS, MOST_TIERS
+from treescan._rows.compact import LARGE_PARTS, MOST_EQUATIONS, PARTS as PARTS_OF_ROWS
 
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "treescan").rglob("*.py"))]
 TEXTS = {str(file.relative_to(ROOT)): re.sub(r"\s+", " ", file.read_text()) for file in FILES}
@@ -36,10 +36,12 @@ def same_parameters() -> int:
 
 # How prose writes a number, what it must be, and in how many places it is.
 NUMBERS = {
-    "tiers": (r"per tier, at most (\w+)|B rows \(at most (\w+)", {WORDS[MOST_TIERS], str(MOST_TIERS)}, 2),
+    "tiers": (r"per tier, at most (\w+)", {WORDS[len(PARTS_OF_ROWS)]}, 1),
+    "their parts": (r"four tiers: ([\w, ]+? sixteenth)", {"all rows, a half, a quarter and a sixteenth"}, 1),
     "equations of a large step": (r"more than (\d+) equations", {str(MOST_EQUATIONS)}, 3),
     "tiers of a large step": (r"three tiers: ([\w, ]+? sixteenth)", {f"{PARTS[1]}, {PARTS[2]} and {PARTS[16]}"}, 2),
-    "the same, in letters": (r"B/(\d+, B/\d+) and B\b", {f"{LARGE_PARTS[2]}, B/{LARGE_PARTS[1]}"}, 1),
+    "the same, in letters": (r"or B/(\d+, B/\d+) and B\b", {"16, B/2"}, 1),
+    "their parts, in letters": (r"Tiers are (B/\d+, B/\d+, B/\d+) and B rows", {"B/16, B/4, B/2"}, 1),
     "bytes that make a loop large": (r"about (\d+) MB", {str(LARGE // 2**20)}, 1),
     "what a plan has to spare": (r"(\d+) % to spare|margin of (\d+) %", {f"{MARGIN - 1:.0%}"[:-1]}, 3),
     "steps of the shortest loop for auto": (r"Loops of fewer than (\d+) steps", {str(LEAST_STEPS)}, 1),
@@ -55,6 +57,7 @@ NUMBERS = {
 
 def test_the_parts_of_a_large_step_have_names() -> None:
     assert LARGE_PARTS == (1, 2, 16)
+    assert PARTS_OF_ROWS == (1, 2, 4, 16)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

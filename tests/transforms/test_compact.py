@@ -112,7 +112,7 @@ def test_the_body_is_traced_once_for_each_tier(compact, tiers):
     assert sorted(seen) == list(tiers)
 
 
-@pytest.mark.parametrize(("repeats", "tiers"), [(1, [1, 2, 4, 8, 16, 32]), (60, [2, 16, 32])])
+@pytest.mark.parametrize(("repeats", "tiers"), [(1, [2, 8, 16, 32]), (60, [2, 16, 32])])
 def test_a_large_step_has_three_tiers(repeats, tiers):
     traced = set()
 

@@ -163,7 +163,7 @@ class Trace:
     def varying(self) -> tuple[bool, ...]:
         """For each input of `jaxpr` whether steps differ in it."""
         same = {*jax.tree.leaves(self.inputs.consts), *self.inputs.unchanged}
-        return tuple(var not in same for var in self.jaxpr.invars)
+        return tuple([var not in same for var in self.jaxpr.invars])
 
     def whole(self, unchanged: Sequence[object], changed: Sequence[object]) -> Leaves:
         """The leaves of the whole state, from those that no step changes and the others."""

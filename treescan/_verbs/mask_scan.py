@@ -172,10 +172,10 @@ def mask_scan(
             depend on it.
         compact: True: in each chunk, the rows that have a valid step are moved to the front, along the first axis of
             the batch, and the body runs on the smallest tier that holds them. The body must not close over arrays that
-            have rows (pass them through the carry or xs), and must accept any number of rows. Tiers are 1, 2, 4, ..., B
-            rows (at most seven, spaced evenly in ratio from 1 to B), or B/16, B/2 and B if a step has more than 100
-            equations; a tuple sets other tiers. The body is traced and compiled once per tier. Steps at the end that
-            fill no chunk run on all rows, if they run on any. Results return in the order of the rows.
+            have rows (pass them through the carry or xs), and must accept any number of rows. Tiers are B/16, B/4, B/2
+            and B rows, or B/16, B/2 and B if a step has more than 100 equations; a tuple sets other tiers. The body is
+            traced and compiled once per tier. Steps at the end that fill no chunk run on all rows, if they run on any.
+            Results return in the order of the rows.
         **options: `reverse`, `unroll`, `key`, `offset`, `remat`, `save`, `truncate`, `progress`,
             `check_finite`, `options`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in
             which any row is valid. In reverse, each row runs from its own last valid step to its first, and ys stay
