@@ -212,8 +212,8 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
         raise TypeMisuse(
             f"{{call}}: `compact` must be True, False or a tuple of ints above 0, got "
             f"{'(' + ', '.join(map(describe_traced, items)) + ')' if items else describe_traced(compact)}.",
-            "`compact=True` makes tiers of a sixteenth, a quarter, a half and all of the rows; a tuple names the numbers "
-            "of rows instead.",
+            "`compact=True` makes tiers of a sixteenth, a quarter, a half and all of the rows; a tuple names the "
+            "numbers of rows instead.",
         )
     if tiers and keyed:
         raise Misuse(
