@@ -154,7 +154,7 @@ def mask_scan(
             the gradient of the steps that follow. A flag at a row's first valid step resets it too. In reverse, the
             last segment of a row starts from `init`, and earlier ones from `reset_to`. All sequences of a `Packed`
             start from `reset_to`, in both directions. A `Packed` with an `init` for each sequence restores those
-            instead, and a row without any sequence returns `init`.
+            instead, and `init` only in the parts that are None there.
         time_axis: the axis of the steps in xs, ys, `mask` and `resets`: 0, or 1 for data with the batch first. Or a
             mapping with any of the keys "xs", "ys" and "mask" (with which `resets` go), each 0 if it is not there:
             `{"xs": (0, None)}`. "xs" is a prefix tree of xs, as `in_axes` of `treescan.scan`: with None, every step

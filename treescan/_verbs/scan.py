@@ -162,7 +162,7 @@ def scan(
             and the gradient reports nothing. Under `jax.vmap` there is one bar for all elements.
         check_finite: check the carry after each step. If a leaf becomes NaN or infinite, a `NonFiniteError` names the
             leaf, the first step where it happened, the rows and the operation. `treescan.last_nonfinite()` returns the
-            carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
+            carry and x of that step. Where values are traced, it is JAX's runtime error with this text. An
             infinity that the carry had before the step is allowed. "return" raises nothing. It returns a
             `treescan.types.FiniteReport` behind the other results, without a callback.
         options: options of your own, each a `treescan.options.Option`.

@@ -66,8 +66,8 @@ def pipeline(
         stage: `stage(params, x, first_layer, *args) -> x`, usually a `treescan.fold_layers` over `params`. It receives
             the layers of one round, and returns an x of the type that it was given. `first_layer` is the number of the
             first of these layers among all, int32[], for keys: `fold_layers(..., key=key, offset=first_layer)`. The
-            stage may communicate over other axes of the mesh, but not with `ppermute`, and must not close over float
-            arrays that all stages share: `args` are for these.
+            stage may communicate over other axes of the mesh, but not with `ppermute`, and must not close over traced
+            float arrays that all stages share: `args` are for these.
         params: the layers of this device: any pytree of arrays `[layers of the device, ...]`, in the order of
             `treescan.to_stages`.
         xs: the micro-batches: any pytree of arrays `[M, ...]`, the same on all devices of the axis. What travels with
