@@ -242,7 +242,7 @@ class RNN(nn.Module):
 
     - Padding has no effect. A NaN there reaches no output, carry or gradient, and gradients with respect to padding
       are exactly 0.
-    - Steps that no row reaches do not run, neither in the forward nor in the backward pass.
+    - Chunks of steps that no row reaches do not run, neither in the forward nor in the backward pass.
     - Outputs at padding are exactly 0. flax returns what the cell computes there.
     - The carry is the one after each row's last valid step, with any number of batch axes. A row of length 0 returns
     its initial carry. No history of carries is kept.
