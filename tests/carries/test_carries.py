@@ -56,7 +56,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1.0, 1.0, width
 
 @jax.jit
 def sum_of(terms):
-    return fold(lambda total, x: x, running_sum(), terms).read()
+    return fold(lambda total, x: x, running_sum(jnp.zeros((), terms.dtype)), terms).read()
 
 
 @settings(max_examples=50)
@@ -71,6 +71,15 @@ def test_a_sum_that_leaves_the_range_is_infinite():
     assert sum_of(jnp.array([1.0, jnp.inf, 1.0])) == jnp.inf
     assert sum_of(jnp.array([3e38, 3e38, 1.0])) == jnp.inf
     assert jnp.isnan(sum_of(jnp.array([jnp.inf, -jnp.inf])))
+
+
+def test_the_parts_of_a_complex_sum_are_sums_of_their_own():
+    """What is lost in one of them is kept, whatever becomes of the other."""
+    terms = jnp.array([1.0, *[2.0**-25] * 8], jnp.float32)
+    for total in (jnp.float32(3e38), jnp.float32(0)):
+        both = sum_of(jax.lax.complex(jnp.full(9, total), terms))
+        assert both.imag == sum_of(terms) == 1 + 2.0**-22
+        assert both.real == sum_of(jnp.full(9, total))
 
 
 def moments_of(values):

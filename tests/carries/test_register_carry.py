@@ -133,6 +133,17 @@ def test_values_stand_anywhere_in_the_tree_beside_anything(Meter: Any) -> None:
     assert (final["name"], final["none"]) == ("a string", None)
 
 
+@pytest.mark.parametrize("library", ["jax", "numpy"])
+def test_a_class_of_a_library_of_arrays_is_adopted_each_time(library: str) -> None:
+    """Its own arrays are known to be no carries once one was seen."""
+    kind = fresh()
+    kind.__module__ = f"{library}.meters"
+    register(kind)
+    for _ in range(2):
+        final, _ = treescan.scan(step, kind(1.0), XS)
+        npt.assert_array_equal(final.total, 10.0)
+
+
 def test_a_registered_pytree_is_no_longer_a_tree_to_look_into() -> None:
     class Pair(NamedTuple):
         a: Any

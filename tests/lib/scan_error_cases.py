@@ -183,6 +183,7 @@ case(lax=True)(
     # Xs and the length.
     xs_list_of_scalars=lambda one: scan(step, one, [1.0, 2.0, 3.0]),
     xs_nested_list=lambda one: scan(step, one, {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [one, one]}),
+    xs_list_with_a_number=lambda one: scan(step, one, [XS, 2.0]),
     xs_without_axis=lambda one: scan(step, one, {"x": XS, "scale": one, "bias": 2.0}),
     xs_sizes_differ=lambda one: scan(
         step, one, {"x": one * jnp.ones((3, 2)), "y": jnp.ones((4, 2)), "z": jnp.ones((3, 1))}

@@ -115,6 +115,13 @@ def test_positions_may_be_kept_by_a_number():
     assert makings(np.array([3, 7])) == 32
 
 
+@pytest.mark.parametrize("at", [(1, 3), (0, 3)])
+def test_positions_are_refused_beside_an_offset(at):
+    """Also those that could be kept by a number: it would count from the first step of all parts."""
+    with pytest.raises(treescan.errors.ArgumentError, match="`save` with positions cannot be combined with `offset`"):
+        treescan.scan(lambda c, x: (c + x, x), 0.0, jnp.ones(4), save=np.array(at), offset=4)
+
+
 def test_the_program_does_not_grow_with_positions():
     def size(save):
         def run(xs):

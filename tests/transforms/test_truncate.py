@@ -43,6 +43,16 @@ def test_weak_and_half_carries_stay_what_they_are():
     assert final.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize(("reverse", "steps"), [(False, 3), (True, 2)])
+def test_the_first_stretch_keeps_the_gradient_of_init(reverse, steps):
+    """In reverse it begins at the last of 8 positions, and ends where 3 divides one."""
+
+    def total(init):
+        return jnp.sum(treescan.scan(leaky, init, jnp.ones(8), truncate=3, reverse=reverse)[1])
+
+    assert jax.grad(total)(jnp.float32(0)) == sum(0.5**n for n in range(1, steps + 1))
+
+
 # The masked scan
 
 

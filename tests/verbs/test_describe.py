@@ -139,6 +139,19 @@ def test_a_finding_names_the_key():
     assert "Findings" in str(found) and "same random numbers" in found._repr_html_()
 
 
+@pytest.mark.parametrize(("functions", "name"), [(3, "`key`"), (4, "`constant 0`")])
+def test_a_finding_names_what_is_a_few_functions_away(functions, name):
+    """It is not looked for further away than that."""
+
+    def around(inner):
+        return lambda h, x: inner(h, x)
+
+    body = (lambda key: lambda h, x: drawn(h, x, key))(jax.random.key(7))
+    for _ in range(functions):
+        body = around(body)
+    assert f"because the key {name} is" in describe(treescan.fold, body, INIT, XS).findings[0].says
+
+
 def test_an_x_that_is_ignored_is_found():
     (finding,) = describe(treescan.fold, lambda h, x: jnp.sin(h), INIT, XS).findings
     assert finding.says == "x: nothing that a step returns depends on it."

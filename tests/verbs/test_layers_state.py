@@ -40,13 +40,15 @@ def fold_block(layer, x, state):
     return x, Cache(state.sums * 0.5 + x, state.seen + x.mean(0) * state.seen)
 
 
-def test_a_block_without_a_state_in_a_pattern():
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_block_without_a_state_in_a_pattern(reverse):
     def without(layer, x, state):
         assert state is None
         return jnp.tanh(x @ layer["w"]), None
 
     given, state = ([without, fold_block], X, [stack_of(3), stack_of(2, 1)]), [None, states_of(2)]
-    assert_close(treescan.fold_layers(*given, state=state), plain.fold_layers(*given, state=state))
+    options = {"state": state, "reverse": reverse}
+    assert_close(treescan.fold_layers(*given, **options), plain.fold_layers(*given, **options))
 
 
 def test_keys_and_flags_and_static_leaves_are_states():
