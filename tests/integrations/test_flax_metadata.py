@@ -173,6 +173,13 @@ def test_a_stack_of_flax_that_does_not_name_its_layers() -> None:
     assert treescan.fold_layers(Layer.__call__, H, stacked).shape == H.shape
 
 
+def test_shorter_names_are_those_of_a_stack_if_they_begin_as_those_of_all_axes_do() -> None:
+    names = {"all": ("layers", "in", "out"), "begin so": ("layers", "in"), "begin otherwise": ("in", "out")}
+    stacked = {which: meta.Partitioned(jnp.ones((N, D, D)), of_axes) for which, of_axes in names.items()}
+    layer = {which: box.names for which, box in treescan.layer_at(stacked, 1).items()}
+    assert layer == {"all": ("in", "out"), "begin so": ("in",), "begin otherwise": ("in", "out")}
+
+
 def test_a_number_in_a_variable_is_one_of_each_layer() -> None:
     stacked = treescan.stack([nnx.Param(1.0), nnx.Param(2.0)])
     np.testing.assert_array_equal(stacked[...], [1, 2])

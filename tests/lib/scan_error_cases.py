@@ -71,6 +71,14 @@ def carry_weak_type(one):
         return scan(step, {"h": one, "count": 0.0}, XS)
 
 
+@case(lax=True)
+def carry_weak_types_in_turn(one):
+    def step(carry, x):
+        return {"h": carry["h"], "mean": carry["mean"] * 0.5, "total": carry["total"] + carry["mean"]}, None
+
+    return scan(step, {"h": one, "mean": 0, "total": 0}, XS)
+
+
 @case(lax=True, devices=True)
 def carry_begins_to_vary(one):
     def step(carry, x):

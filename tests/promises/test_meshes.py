@@ -440,6 +440,19 @@ def test_an_init_that_names_no_mesh_takes_the_sharding_that_the_step_returns(opt
         jax.jit(lambda x: treescan.fold(lambda h, x: h + x, jnp.zeros((16, 3)), x))(xs)
 
 
+def test_a_carry_may_come_back_on_another_mesh_that_no_type_names() -> None:
+    """Where axes are Auto, types tell the meshes apart, but nothing depends on them."""
+    one, other = (jax.make_mesh((8,), (name,), axis_types=(AxisType.Auto,)) for name in "ab")
+    h = jax.device_put(jnp.zeros(8), NamedSharding(one, P("a")))
+    xs = jax.device_put(jnp.arange(24.0).reshape(3, 8), NamedSharding(other, P(None, "b")))
+
+    def last_of(scan: Any) -> Any:
+        return jax.jit(lambda h, xs: scan(lambda h, x: (x, h), h, xs))(h, xs)
+
+    mine, its = last_of(treescan.scan), last_of(jax.lax.scan)
+    chex.assert_trees_all_equal(jax.device_get(mine), jax.device_get(its))
+
+
 def _step_of_rows(h: Any, x: Any, **_: Any) -> Any:
     return jnp.tanh(h + x), h
 

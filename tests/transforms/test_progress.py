@@ -111,6 +111,13 @@ def test_a_loop_that_ends_early_has_no_total(most):
     assert most > 20 or steps == list(range(1, 1 + most))
 
 
+def test_reports_are_no_more_than_asked_for_where_outputs_are_seldom_kept():
+    """Each is of whole numbers of the steps between two outputs."""
+    ends = {"max_length": 20, "save": 5}
+    run = lambda: treescan.while_scan(lambda c: c > 0, halve, 1.0, **ends, progress=progress(3))  # noqa: E731
+    assert steps_of(run) == (None, [10, 20])
+
+
 def test_a_range_with_traced_bounds_has_a_total():
     run = jax.jit(lambda n: treescan.fori(0, n, lambda i, c: c + i, 0, max_length=40, progress=progress(10)))
     assert steps_of(lambda: run(13)) == (13, [7, 13])

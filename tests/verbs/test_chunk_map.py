@@ -277,6 +277,22 @@ def test_devices_share_each_chunk(kind, shape, spec, masked):
 
 
 @pytest.mark.devices
+def test_which_entries_are_valid_is_shared_as_the_entries_are():
+    """As those of the leaf that is split over devices, wherever it is among the others."""
+    seen = []
+
+    def total(xs, valid):
+        seen.append(jax.typeof(valid))
+        return jnp.sum(jnp.where(valid, xs["split"], 0))
+
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Explicit,))
+    parts = {"not split": P(), "split": P("a"), "whole": P()}
+    xs = {name: jax.device_put(jnp.arange(72.0), NamedSharding(mesh, spec)) for name, spec in parts.items()}
+    assert jax.jit(lambda xs: chunk_map(total, xs, 64, reduce="sum"))(xs) == sum(range(72))
+    assert {aval.sharding.spec for aval in seen} == {P("a")}
+
+
+@pytest.mark.devices
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_memory_of_a_batch_that_devices_share(kind):
     """Not more than a strided loop by hand takes; all rows of a chunk on each device take four times as much."""

@@ -139,8 +139,8 @@ def test_init_layers_of_any_kind() -> None:
         assert made["kind"] == "sparse" and made["nothing"] is None
         equal([made["w"], made["scale"]], [expected["w"], expected["scale"]])
     equal(init_layers(functools.partial(init, width=4), KEYS[0], 2)["w"].shape, (2, 4))
-    raw = jax.random.PRNGKey(3)
-    equal(init_layers(lambda key: jax.random.normal(key, (2,)), raw, 2).shape, (2, 2))
+    raw, draw = jax.random.PRNGKey(3), lambda key: jax.random.normal(key, (2,))
+    equal(init_layers(draw, raw, 3), stack([draw(key) for key in jax.random.split(raw, 3)]))
 
 
 def test_flat_checkpoints_of_any_kind() -> None:
