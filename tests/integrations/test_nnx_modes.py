@@ -90,8 +90,8 @@ def shared_by_arguments(scan: Any) -> Any:
     return run(jnp.zeros(()), module, module, jnp.arange(3.0)), module
 
 
-def shared_with_the_carry(scan: Any) -> Any:
-    module = Counter()
+def shared_with_the_carry(scan: Any, kind: type[Counter] = Counter) -> Any:
+    module = kind()
     return scan(lambda c, m, x: (c, m() + x), in_axes=(nnx.Carry, None, 0))(module, module, jnp.arange(3.0))
 
 
@@ -220,6 +220,15 @@ def test_what_the_modes_do_otherwise_is_what_nnx_does(case: Callable[[Any], Any]
         with pytest.raises(error) as caught:
             case(functools.partial(scan, **MODES[mode]))
         assert says in " ".join(str(caught.value).split())
+
+
+@needs_modes
+def test_a_variable_of_a_module_that_is_no_pytree_is_in_one_place_too() -> None:
+    class Opaque(Counter, pytree=False):
+        pass
+
+    with pytest.raises(argument, match=r"c\.n and m\.n are the same"):
+        shared_with_the_carry(functools.partial(scan, **MODES["values"]), Opaque)
 
 
 @needs_modes

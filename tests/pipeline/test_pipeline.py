@@ -1,6 +1,7 @@
 """`pipeline` on eight devices: values and gradients are those of all layers on one device, for each micro-batch."""
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -362,6 +363,28 @@ def test_a_micro_batch_is_any_tree(rounds: int) -> None:
         return jax.jit(of)(layers, XS, jnp.float32(0.05))
 
     assert_same(with_gradients(run), with_gradients(each))
+
+
+def test_a_device_that_waits_runs_nothing() -> None:
+    """Each group of rows comes once past each stage of each round."""
+    ran = list[int]()
+
+    def told(params: Any, x: Any, first_layer: Any) -> Any:
+        jax.debug.callback(lambda first: ran.append(int(first)), first_layer)
+        return x * params.sum()
+
+    jax.block_until_ready(over(told, 2, check_vma=False)(jnp.ones(LAYERS), XS))
+    jax.effects_barrier()
+    assert Counter(ran) == {first: 2 * COUNT for first in range(0, LAYERS, 2)}
+
+
+def test_a_number_may_be_that_of_all_layers() -> None:
+    def scaled(params: Any, x: Any, first_layer: Any) -> Any:
+        return x * params["w"].sum() * params["scale"]
+
+    in_specs = ({"w": HOLDS, "scale": P()}, ROWS_SPLIT)
+    ys = over(scaled, in_specs=in_specs)({"w": jnp.ones(STAGES), "scale": 2.0}, XS)
+    assert_same(ys, XS * 2**STAGES)
 
 
 def test_layers_are_numbered_as_in_the_stack() -> None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bars import Recorder, bars, labels
+from jax.experimental import multihost_utils
 
 import treescan
 from treescan import mask_scan, scan, stream
@@ -472,6 +473,24 @@ def test_what_a_source_raises_says_of_which_part(prefetch: int) -> None:
         stream(rnn, inits()[rnn], read, part=10, length=T, prefetch=prefetch, on_part=lambda p: seen.append(p.start))
     assert caught.value.__notes__ == ["The source of `treescan.stream` raised this for the part at step 20."]
     assert seen == [0]  # part 10 runs, but its outputs are not given
+
+
+@pytest.mark.parametrize("with_others", [True, False])
+def test_a_process_tells_those_that_run_the_same_what_it_was_refused(
+    with_others: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others wait for it in a run with checkpoints; of a run that is its own they do not know."""
+    told = list[Any]()
+
+    def gather(data: Any) -> Any:
+        told.append(data)
+        return np.stack([data, data])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    with pytest.raises(treescan.errors.ArgumentError, match="`part`"):
+        stream(rnn, inits()[rnn], XS, part=0, checkpoint=tmp_path if with_others else None)
+    assert len(told) == with_others
 
 
 def test_what_on_part_raises_says_of_which_part() -> None:
