@@ -1,8 +1,8 @@
 """Lists the places where a module can be changed so that its tests should notice, read off its syntax.
 
 A change is small: an operator, a condition, a number, a bound, a dropped check, a name in a table. What no test could
-notice is left out: docstrings, annotations, assertions, the texts of errors, decorators, and hints that change nothing
-but speed. `scripts/mutants.py` makes the changes.
+notice is left out: docstrings, annotations, what only type checkers read, assertions, the texts of errors, decorators,
+and hints that change nothing but speed. `scripts/mutants.py` makes the changes.
 """
 
 from __future__ import annotations
@@ -142,7 +142,13 @@ class _Finder:
         if isinstance(node, ast.Assign | ast.AnnAssign) and not statement:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             table = ast.unparse(target)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for child in node.orelse:
+                yield from self._walk(child, function, statement, table)
+            return
         for target, kind, after in self._changes(node):
+            if after == ast.unparse(target):  # the other operand is the same, or the condition is True already
+                continue
             start = self.offsets[target.lineno - 1] + target.col_offset  # type: ignore[attr-defined]
             end = self.offsets[target.end_lineno - 1] + target.end_col_offset  # type: ignore[attr-defined]
             before = " ".join(self.source.encode()[start:end].decode().split())

@@ -17,7 +17,7 @@ from thin import slow
 
 import treescan
 from treescan._options.progress.meters import RUNS, Report, Runs, Site
-from treescan.carries import ema
+from treescan.carries import AbstractCarry, ema
 from treescan.meters import Progress
 
 pytestmark = pytest.mark.quick
@@ -59,6 +59,21 @@ def test_static_leaves_and_custom_carries_are_shown_as_the_body_sees_them():
     last = treescan.scan(average, given, XS)[0]["ema"].value
     _, steps = bars(lambda: treescan.scan(average, given, XS, progress=seen))[0]
     assert steps[-1] == (T, {"first": pytest.approx(float(jnp.sin(last[0])), abs=1e-6)})
+
+
+def test_a_carry_that_cannot_be_shown_is_called_what_the_body_calls_it():
+    """Without any step, it is shown before the body is traced."""
+
+    @jax.tree_util.register_static
+    class Unread(AbstractCarry):
+        def read(self):
+            raise NotImplementedError
+
+        def write(self, returned, valid):
+            return self
+
+    with pytest.raises(treescan.errors.PluginError, match=r"custom carry at state\."):
+        treescan.scan(lambda state, x: (state, None), Unread(), XS[:0], progress=progress(show=lambda state: {}))
 
 
 def test_a_masked_scan_counts_the_steps_in_which_any_row_is_valid():

@@ -111,6 +111,28 @@ def test_steps_that_are_not_taken_are_not_run():
         assert calls == {"body": 7, "cond": 8}
 
 
+def test_steps_that_are_not_taken_are_not_differentiated():
+    """Those that are taken are so equally often, and no other is beside them."""
+    seen = collections.Counter()
+
+    @jax.custom_jvp
+    def told(h, step):
+        return h
+
+    @told.defjvp
+    def _(primals, tangents):
+        jax.debug.callback(lambda step: seen.update([int(step)]), primals[1])
+        return primals[0], tangents[0]
+
+    def run(h):
+        body = lambda c, _: ((2 * told(*c), c[1] + 1), None)  # noqa: E731
+        return while_scan(lambda c: c[1] < 3, body, (h, jnp.int32(0)), max_length=40).carry[0]
+
+    assert jax.grad(run)(1.0) == 8
+    jax.effects_barrier()
+    assert seen.keys() == {0, 1, 2} and len(set(seen.values())) == 1
+
+
 def _checked(t, end):
     checkify.check(t < end, "ran at {t} of {end}", t=t, end=end)
     return t
