@@ -155,6 +155,9 @@ def test_a_finding_names_what_is_a_few_functions_away(functions, name):
 def test_an_x_that_is_ignored_is_found():
     (finding,) = describe(treescan.fold, lambda h, x: jnp.sin(h), INIT, XS).findings
     assert finding.says == "x: nothing that a step returns depends on it."
+    called = jax.jit(lambda h, x: (jnp.sin(h), 2 * x))
+    (finding,) = describe(treescan.fold, lambda h, x: called(h, x["a"])[0], INIT, XS).findings
+    assert finding.says == "x: nothing that a step returns depends on it."
     for body in (lambda h, _: jnp.sin(h), lambda h, x: h * x["a"], lambda h, x: (jax.debug.print("{}", x["a"]), h)[1]):
         assert not describe(treescan.fold, body, INIT, XS).findings
 

@@ -111,6 +111,25 @@ def test_steps_that_are_not_taken_are_not_run():
         assert calls == {"body": 7, "cond": 8}
 
 
+def test_what_a_step_says_in_a_loop_or_branch_of_its_own_is_not_said_again_either():
+    said = []
+
+    def speaking(h, _):
+        jax.debug.callback(lambda _: said.append("said"), h)
+        return jnp.sin(h), None
+
+    def body(carry, _):
+        h = jax.lax.scan(speaking, carry[1], None, length=2)[0]
+        return (carry[0] + 1, jax.lax.cond(h > 0, lambda h: speaking(h, None)[0], jnp.cos, h)), None
+
+    def run(h):
+        return while_scan(lambda c: c[0] < 3, body, (0, h), max_length=9).carry[1]
+
+    jax.block_until_ready(jax.jit(jax.grad(run))(1.0))
+    jax.effects_barrier()
+    assert len(said) == 3 * (2 + 1)
+
+
 def test_steps_that_are_not_taken_are_not_differentiated():
     """Those that are taken are so equally often, and no other is beside them."""
     seen = collections.Counter()
