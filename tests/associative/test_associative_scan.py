@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 from oracle import assert_close
 
 import treescan
@@ -197,6 +198,88 @@ def test_pairs_that_nobody_asked_for_add_nothing_to_the_gradient_of_a_weight() -
 
     for derivative in jax.grad, jax.jacfwd, lambda f: lambda w: jax.grad(f)(w) + jax.grad(jax.grad(f))(w):
         np.testing.assert_allclose(jax.jit(derivative(total))(1.0), 23, rtol=1e-6)
+
+
+NAN = jnp.nan
+
+
+def power_mean(w: Any) -> Any:
+    """Its derivative by w is NaN for a pair with a 0."""
+    return lambda before, here: (before**w * here**w) ** (1 / w)
+
+
+def root(w: Any) -> Any:
+    """Its derivative is infinite for two zeros."""
+    return lambda before, here: jnp.sqrt(w * before**2 / w + here**2)
+
+
+def product(w: Any) -> Any:
+    return lambda before, here: w * before * here
+
+
+def of_each(w: Any, xs: Any, lengths: Any) -> Any:
+    return jax.vmap(lambda xs, length: associative_scan(product(w), xs, lengths=length)[0])(xs, lengths)
+
+
+# The function of a weight, and its derivative at 2.
+NEVER_ASKED = {
+    "no row has a step": (lambda w: associative_scan(product(w), jnp.full((4, 2), NAN), lengths=jnp.zeros(2, int)), 0),
+    "nor with init": (lambda w: associative_scan(product(w), jnp.full((4, 2), NAN), 1.0, lengths=jnp.zeros(2, int)), 0),
+    "one step": (lambda w: associative_scan(root(w), jnp.zeros((2, 1)), lengths=jnp.array([1])), 0),
+    "segments of one step": (
+        lambda w: associative_scan(power_mean(w), jnp.array([[0.0], [5.0]] * 4), resets=jnp.ones((8, 1), bool)),
+        0,
+    ),
+    "steps with gaps": (
+        lambda w: associative_scan(
+            power_mean(w), jnp.array([[0.0], [NAN], [5.0], [2.0]]), mask=jnp.array([[1], [0], [1], [0]], bool),
+            resets=jnp.array([[1], [1], [1], [0]], bool), reverse=True,
+        ),
+        0,
+    ),
+    "an element of a vmap": (lambda w: of_each(w, jnp.array([[1, 2, NAN], [NAN] * 3]), jnp.array([2, 0])), 2),
+    "and none of them": (lambda w: of_each(w, jnp.full((2, 3), NAN), jnp.zeros(2, int)), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NEVER_ASKED)
+def test_an_operator_that_is_asked_for_nothing_adds_nothing_to_the_gradient_of_a_weight(case: str) -> None:
+    function, right = NEVER_ASKED[case]
+
+    def total(w: Any) -> Any:
+        return sum(map(jnp.sum, jax.tree.leaves(function(w))))
+
+    for derivative in jax.grad(total), jax.jacfwd(total), jax.jit(jax.grad(total)):
+        np.testing.assert_allclose(derivative(2.0), right, atol=1e-6)
+    mapped = jax.grad(lambda ws: jnp.sum(jax.vmap(total)(ws)))(jnp.full(3, 2.0))
+    np.testing.assert_allclose(mapped, np.full(3, right), atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(lambda w: jax.vmap(total, axis_size=2, in_axes=None)(w)[0])(2.0), right, atol=1e-6
+    )
+    np.testing.assert_allclose(jax.grad(jax.grad(total))(2.0), 0, atol=1e-6)
+
+
+@pytest.mark.devices
+@pytest.mark.parametrize("lengths", [[0, 3, 0, 1, 0, 0, 2, 0], [0] * 8], ids=["some", "none"])
+@pytest.mark.parametrize("init", [None, 1.5])
+@pytest.mark.parametrize("checked", [True, False])
+def test_a_device_without_a_step_adds_nothing_to_the_gradient_of_a_weight(
+    lengths: list[int], init: Any, checked: bool
+) -> None:
+    """They have NaN alone. Where types do not say what varies, they cannot ask other devices: there they have zeros."""
+    mesh, counts = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,)), jnp.array(lengths)
+    xs = jnp.where(jnp.arange(4)[:, None] < counts[None], 1.0 + jnp.arange(32.0).reshape(4, 8), NAN if checked else 0.0)
+
+    def last(w: Any, xs: Any, lengths: Any) -> Any:
+        return associative_scan(product(w), xs, init, lengths=lengths)[0]
+
+    specs = {"in_specs": (P(), P(None, "d"), P("d")), "out_specs": P("d"), "check_vma": checked}
+    spread = jax.shard_map(last, mesh=mesh, **specs)
+    got, right = (jax.jit(jax.grad(lambda w, f=f: jnp.sum(f(w, xs, counts))))(1.1) for f in (spread, last))
+    np.testing.assert_allclose(got, right, rtol=1e-6)
+    with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))):
+        xs, counts = (jax.sharding.reshard(leaf, spec) for leaf, spec in ((xs, P(None, "d")), (counts, P("d"))))
+        np.testing.assert_allclose(jax.jit(jax.grad(lambda w: jnp.sum(last(w, xs, counts))))(1.1), right, rtol=1e-6)
 
 
 def test_the_sequences_of_a_pack_have_their_own_inits() -> None:

@@ -34,6 +34,7 @@ case()(
     associative_init=lambda one: associative_scan(add, ROWS * one, jnp.ones(4)),
     associative_init_twice=lambda one: associative_scan(add, PACKED._replace(data=PACKED.data * one), 0.0),
     associative_fill=lambda one: associative_scan(add, ROWS * one, lengths=LENGTHS, fill=jnp.ones(4)),
+    associative_keys=lambda one: associative_scan(add, (ROWS * one, jax.random.split(jax.random.key(0), len(ROWS)))),
     associative_axis=lambda one: associative_scan(add, ROWS * one, axis=1),
     associative_reset_to=lambda one: associative_scan(add, ROWS * one, reset_to=0.0),
     associative_padded_twice=lambda one: associative_scan(add, treescan.Padded(ROWS * one, LENGTHS), lengths=LENGTHS),

@@ -157,7 +157,7 @@ def _child_differences(
             cure = "return every part of {the_carry}, changed or not."
             yield Difference.of(leaf, describe_node(given[key]), "(missing)", "", cure, "missing")
         elif key not in given:
-            cure = "{the_carry} keeps its structure. Start from an {init} that has it, or return it in y."
+            cure = f"{{the_carry}} keeps its structure. Start from an {{init}} that has it{_OR_IN_Y}."
             yield Difference.of(leaf, "(not there)", describe_node(returned[key]), "", cure, "extra")
         else:
             yield from find_differences(root, (*path, *key), given[key], returned[key])
@@ -280,15 +280,14 @@ def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     return ", ".join(changed)
 
 
+_OR_IN_Y = ", or return it in y"
 _SPLIT = (
     "{{a_carry}} keeps its shape. If the {{step}} splits a key, carry one of the two: "
     "`{0}, now = jax.random.split({0})`. "
     "Or let {{init}} have `treescan.carries.keys(...)` there, which gives each {{unit}} a key of its own."
 )
-_GROWS = (
-    "eturn the new entries in y, which is stacked over the {unit}s, or start from an array of the final size and write "
-    "into it with `.at[i].set(...)`."
-)
+_IN_Y = "eturn the new entries in y, which is stacked over the {unit}s, or s"
+_GROWS = f"{_IN_Y}tart from an array of the final size and write into it with `.at[i].set(...)`."
 
 
 def _shape_cure(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
@@ -300,6 +299,13 @@ def _shape_cure(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     if len(grown) == 1 and grown[0][0] != 1 and grown[0][0] < grown[0][1]:  # from 1, it may be broadcast
         says = f"If the {{step}} adds entries to it, r{_GROWS} Otherwise s{says[1:]}"
     return f"{{a_carry}} keeps its shape. {says}"
+
+
+def _without_y(text: str) -> str:
+    """A cure for a body that returns no y."""
+    for said, instead in (("R" + _IN_Y, "S"), ("r" + _IN_Y, "s"), (_OR_IN_Y, "")):
+        text = text.replace(said, instead)
+    return text
 
 
 def _placement(name: str, start: str, given: Aval, returned: Aval) -> tuple[str, str]:
@@ -486,7 +492,8 @@ def check_carry(convention: Convention, root: str, given: PyTree, returned: PyTr
             header=_HEADER,
             rows=[row.row for row in rows],
         )
-    cures: list[str | Cure] = [*one_of_a_kind(rows)]
+    found = one_of_a_kind(rows)
+    cures: list[str | Cure] = [*(found if convention.pair else map(_of_carry_alone, found))]
     shapes, new_shapes = ([shape_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in (given, returned))
     structure: TreeDef = jax.tree.structure(given)
     is_carry_but_for_dtypes = structure == jax.tree.structure(returned) and shapes == new_shapes
@@ -504,6 +511,10 @@ def check_carry(convention: Convention, root: str, given: PyTree, returned: PyTr
         rows=[row.row for row in rows],
         carry_root=root,
     )
+
+
+def _of_carry_alone(cure: Cure) -> Cure:
+    return cure._replace(text=_without_y(cure.text))
 
 
 def _fits(given: PyTree, y: PyTree) -> bool:

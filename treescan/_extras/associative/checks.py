@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ..._arguments import axis_spec
-from ..._avals import Array, PyTree, describe_argument, describe_leaf, dtype_of, holds, shape_of
+from ..._avals import Array, PyTree, describe_argument, describe_leaf, dtype_of, holds, is_key, shape_of
 from ..._errors import Misuse, Row
 from ..._rows.axes import RowFlags
 from ..._transforms.axes import spread_prefix
@@ -38,6 +38,14 @@ def check_steps(elements: PyTree, time_axis: int) -> int:
                 Row(path, str(*size) or "none", describe_argument(leaf))
                 for (path, leaf), size in zip(named, sizes, strict=True)
             ],
+        )
+    keys = [(path, leaf) for path, leaf in named if is_key(leaf)]
+    if keys:
+        raise Misuse(
+            "{call}: the elements have typed keys, which JAX does not join in rounds.",
+            "Give their numbers, `jax.random.key_data`, and make keys of the results, `jax.random.wrap_key_data`.",
+            rows=[Row(path, "", describe_leaf(leaf)) for path, leaf in keys],
+            header=("leaf", "", "is"),
         )
     split = [(path, leaf) for path, leaf in named if axis_spec(leaf, time_axis) is not None]
     if split:
@@ -98,6 +106,6 @@ def check_init(init: PyTree, elements: PyTree, flags: RowFlags) -> PyTree:
 
 def _has_dtype(value: object, dtype: Any) -> bool:
     """Whether a value is of a dtype, or a number that it holds."""
-    if isinstance(value, bool | int | float | complex) and not jnp.issubdtype(dtype, jax.dtypes.prng_key):
+    if isinstance(value, bool | int | float | complex):
         return holds(dtype, value)
     return bool(dtype_of(value) == dtype)

@@ -1,9 +1,4 @@
-"""Parts of rows, and how an associative operator joins them.
-
-A part is consecutive steps of each row, as one element. The operator sees pairs that nobody asked for: a sequence and
-the one before it, or padding. These results are selected away. But zero times NaN is NaN on the way back, so such pairs
-are replaced before, by one that counts: see `_lent`.
-"""
+"""Parts of rows, and how an operator joins them: a part is consecutive steps of each row, as one element."""
 
 from __future__ import annotations
 
@@ -14,7 +9,7 @@ import jax
 
 from ..._avals import Array, PyTree, describe_leaf, describe_node
 from ..._errors import BodyFault, Row
-from ..._rows.leaves import expand, last_set, select, take_row
+from ..._rows.leaves import expand, select
 from ..._tree import leaves_with_path, same_structure
 
 Operator = Callable[[PyTree, PyTree], PyTree]
@@ -34,12 +29,19 @@ class Part(NamedTuple):
     begins: Array | None = None
 
 
-def join(operator: Operator, before: Part, here: Part) -> Part:
-    """Two parts that follow each other as one."""
+class Pair(NamedTuple):
+    """Two elements that follow each other, leaves `[1, ...]`, with size 1 for each axis of the rows."""
+
+    before: PyTree
+    here: PyTree
+
+
+def join(operator: Operator, asked: Pair | None, before: Part, here: Part) -> Part:
+    """Two parts that follow each other as one. The operator is given `asked` for entries that are not joined."""
     joined = _all_of(before.some, here.some, None if here.begins is None else ~here.begins)
-    if joined is None:
+    if joined is None or asked is None:
         return Part(apply(operator, before.value, here.value))
-    value = apply(operator, _lent(joined, before.value), _lent(joined, here.value))
+    value = apply(operator, choose(joined, before.value, asked.before), choose(joined, here.value, asked.here))
     alone = here.value if here.some is None else choose(here.some, here.value, before.value)
     some = None if before.some is None or here.some is None else before.some | here.some
     begins = None if before.begins is None or here.begins is None else before.begins | here.begins
@@ -72,31 +74,9 @@ def _type(leaf: object) -> object:
     return getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
 
 
-def lend_valid(value: PyTree, some: Array) -> PyTree:
-    """Elements, of which those that are not valid are replaced by one that is."""
-    return _lent(some, value)
-
-
 def choose(flags: Array, new: PyTree, old: PyTree) -> PyTree:
     """`new` where rows are flagged, `old` elsewhere; the flags' axes lead."""
     return jax.tree.map(lambda a, b: select(expand(flags, a, 0), a, b), new, old)
-
-
-def _lent(flags: Array, tree: PyTree) -> PyTree:
-    """A tree whose entries without a flag are replaced by one with a flag, of which no derivative is taken.
-
-    Their values and derivatives are then finite wherever those that count are. So they also add nothing to the gradient
-    of what the operator closes over.
-    """
-    if not flags.size:
-        return tree
-    lender = last_set(flags)
-    return jax.tree.map(
-        lambda leaf: select(
-            expand(flags, leaf, 0), leaf, take_row(jax.lax.stop_gradient(leaf), lender, 0, flags.shape)
-        ),
-        tree,
-    )
 
 
 def _all_of(*flags: Array | None) -> Array | None:

@@ -21,8 +21,9 @@ from ..._rows.leaves import any_along, expand, first_valid, mask_of_lengths, sel
 from ..._rows.spans import are_valid, at_rows, ends_of, numbers_of
 from ..._tree import Prefix
 from ..._types import UnkeyedOptions, X
+from .asked import first_two, first_with_init, unless_none
 from .checks import Given, check_has_rows, check_init, check_steps
-from .parts import Operator, Part, apply, choose, join, lend_valid
+from .parts import Operator, Pair, Part, apply, choose, join
 
 _WORDS = {**STEP_WORDS, "xs": "elements", "step": "operator"}
 ELSEWHERE = {
@@ -41,7 +42,16 @@ ELSEWHERE = {
 @overload
 def associative_scan(
     operator: Callable[[X, X], X],
-    elements: Padded[X] | Packed[X],
+    elements: Packed[X],
+    init: PyTree = None,
+    *,
+    reverse: bool = False,
+    fill: PyTree = 0,
+) -> tuple[X, X]: ...
+@overload
+def associative_scan(
+    operator: Callable[[X, X], X],
+    elements: Padded[X],
     init: PyTree = None,
     *,
     resets: ArrayLike | None = None,
@@ -83,8 +93,9 @@ def associative_scan(
         for element in segment:
             y = operator(y, element)
 
-    Padding is never read, and no value crosses the boundary of a segment: the operator is given another pair there, of
-    which no derivative is taken. `treescan.linear_scan` is for linear operators, in less memory.
+    Padding is never read, and no value crosses the boundary of a segment. There the operator is given a pair that the
+    loop gives it too, of which no derivative is taken. If no row has two steps to join, it is not called.
+    `treescan.linear_scan` is for linear operators, in less memory.
 
     Args:
         operator: joins two stacks of elements, `operator(before, here)`, with leaves `[n, *batch, ...]`, and returns
@@ -160,28 +171,39 @@ def _run(
         if resets is not None:
             every = jnp.ones_like(resets) if valid is None else valid
             begins = begins_at(resets, every, spans, reverse=reverse)
-        part = Part(elements if valid is None else lend_valid(elements, valid), valid, begins)
-        if init is not None:
-            part = _from_init(operator, init, part, None if flags.inits is None else spans, reverse=reverse)
-        ys = jax.lax.associative_scan(functools.partial(join, operator), part, reverse=reverse).value
+        part, of_each = Part(elements, valid, begins), None if flags.inits is None else spans
+        if valid is None and begins is None:
+            part = part if init is None else _begun(operator, init, part, reverse=reverse)
+            ys = _joined(operator, None, part, reverse=reverse)
+        elif jax.tree.leaves(elements)[0].size:
+            ys = _joined_by_rows(operator, init, part, of_each, reverse=reverse)
     last = _last(ys, init, valid, fills, flags, reverse=reverse)
     return last, _moved(_filled(ys, valid, fill, fills, reverse=reverse), 0, time_axis)
 
 
-def _from_init(operator: Operator, init: PyTree, part: Part, spans: Spans | None, *, reverse: bool) -> Part:
-    """Single steps, of which the first ones of segments are joined with init; with spans, that of each sequence."""
-    if part.some is None and part.begins is None:
-        rest, first = (slice(-1), slice(-1, None)) if reverse else (slice(1, None), slice(1))
-        begun = apply(operator, init, jax.tree.map(lambda leaf: leaf[first], part.value))
+def _joined(operator: Operator, asked: Pair | None, part: Part, *, reverse: bool) -> PyTree:
+    return jax.lax.associative_scan(functools.partial(join, operator, asked), part, reverse=reverse).value
 
-        def joined(begun: Array, leaf: Array) -> Array:
-            return jnp.concatenate([leaf[rest], begun] if reverse else [begun, leaf[rest]])
 
-        return Part(jax.tree.map(joined, begun, part.value))
-    valid = part.some
-    if valid is None:
-        assert part.begins is not None
-        valid = jnp.ones_like(part.begins)
+def _begun(operator: Operator, init: PyTree, part: Part, *, reverse: bool) -> Part:
+    """Single steps, of which the first one in order is joined with init."""
+    rest, first = (slice(-1), slice(-1, None)) if reverse else (slice(1, None), slice(1))
+    begun = apply(operator, init, jax.tree.map(lambda leaf: leaf[first], part.value))
+
+    def joined(begun: Array, leaf: Array) -> Array:
+        return jnp.concatenate([leaf[rest], begun] if reverse else [begun, leaf[rest]])
+
+    return Part(jax.tree.map(joined, begun, part.value))
+
+
+def _joined_by_rows(operator: Operator, init: PyTree, part: Part, spans: Spans | None, *, reverse: bool) -> PyTree:
+    """The results of single steps whose rows differ; with spans, init has an element for each sequence."""
+    flags = part.begins if part.some is None else part.some
+    assert flags is not None
+    valid = jnp.ones_like(flags) if part.some is None else part.some
+    if init is None:
+        asked, second = first_two(part, valid, reverse=reverse)
+        return unless_none(second, lambda: _joined(operator, asked, part, reverse=reverse), part.value)
     steps = expand(jnp.arange(valid.shape[0]), valid, 0)
     starts = valid & (steps == first_valid(valid, reverse=reverse)[1][None])
     starts = starts if part.begins is None else starts | part.begins
@@ -189,8 +211,13 @@ def _from_init(operator: Operator, init: PyTree, part: Part, spans: Spans | None
         numbers = jnp.maximum(numbers_of(spans, valid.shape) - 1, 0)
         init = jax.tree.map(lambda leaf: jnp.take(leaf, numbers, axis=0, mode="clip"), init)
     init = jax.tree.map(lambda leaf, own: jnp.broadcast_to(leaf, own.shape), init, part.value)
-    begun = join(operator, Part(init, starts), Part(part.value, valid))
-    return part._replace(value=choose(starts, begun.value, part.value))
+    asked = first_with_init(part, init, starts)
+
+    def run() -> PyTree:
+        begun = join(operator, asked, Part(init, starts), Part(part.value, valid))
+        return _joined(operator, asked, part._replace(value=choose(starts, begun.value, part.value)), reverse=reverse)
+
+    return unless_none(starts, run, part.value)
 
 
 def _last(ys: PyTree, init: PyTree, valid: Array | None, fills: PyTree, flags: RowFlags, *, reverse: bool) -> PyTree:
