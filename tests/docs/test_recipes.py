@@ -329,17 +329,17 @@ def convolved(kernel, x):
     return jnp.stack([sum(weights * x[t - k] for k, weights in taps if t >= k) for t in range(len(x))])
 
 
-LAYERS = {
+OVER_ROWS = {
     "attention": (lambda kernel, packed: segments.attend(packed), lambda kernel, heads: attended(heads), 0.0),
     "convolution": (lambda kernel, packed: segments.convolve(packed, kernel), convolved, np.nan),
     "shifts": (lambda kernel, packed: segments.convolve_at_once(packed, kernel), convolved, np.nan),
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", OVER_ROWS)
 def test_a_layer_over_packed_rows_is_that_of_each_sequence_alone(name):
     """Values and gradients, with padding before, between and after sequences. That of the convolution is NaN."""
-    layer, alone, padding = LAYERS[name]
+    layer, alone, padding = OVER_ROWS[name]
     random = np.random.default_rng(0)
 
     def numbers(*shape):
@@ -466,7 +466,7 @@ def deltanet(q, k, v, beta, n):
     return linear_attention.rwkv7(q, k, betas[..., :1] * v, jnp.ones_like(k), k, betas, n)
 
 
-LAYERS = {
+OF_ATTENTION = {
     "gated": (linear_attention.gated, gated_step, ("q", "k", "v", "log_a")),
     "gated in chunks": (
         functools.partial(linear_attention.gated_in_chunks, chunk=4), gated_step, ("q", "k", "v", "log_a")
@@ -480,9 +480,9 @@ LAYERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("name", OF_ATTENTION)
 def test_linear_attention_equals_a_loop_over_each_row_and_head(name):
-    layer, step, names = LAYERS[name]
+    layer, step, names = OF_ATTENTION[name]
     given = of_attention(*names)
     given = [*given[:3], given[3][..., 0]] if name == "deltanet" else given
     valid = (jnp.arange(8)[:, None] < jnp.array(LENGTHS))[..., None, None]
