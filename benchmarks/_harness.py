@@ -249,6 +249,19 @@ class Distribution:
     over: int
     missed: int
 
+    @classmethod
+    def of_ratios(
+        cls, kind: str, of: str, ratios: Mapping[str, float], *, over: int = 0, missed: int = 0
+    ) -> "Distribution":
+        """That of ratios by names."""
+        spread, worst = Spread.of(ratios.values()), max(ratios, key=ratios.__getitem__)
+        return cls(kind, of, len(ratios), spread.median, spread.p90, ratios[worst], worst, over, missed)
+
+
+def ratio_of(measured: Measurement | MemoryMeasurement) -> float:
+    """The ratio of what was measured; of times, the median."""
+    return measured.ratio.median if isinstance(measured, Measurement) else measured.ratio
+
 
 def measure(comparison: Comparison, effort: Effort) -> Measurement:
     """Times one comparison.

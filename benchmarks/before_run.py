@@ -7,7 +7,6 @@ tracing, lowering and compiling. The steps are every sixth of `families`, at the
 
 import dataclasses
 import itertools
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,16 @@ from jax import Array
 
 import treescan
 from benchmarks._by_hand import where_scan
-from benchmarks._harness import Comparison, Distribution, Elsewhere, Measurement, Memory, MemoryMeasurement, off_disk
+from benchmarks._harness import (
+    Comparison,
+    Distribution,
+    Elsewhere,
+    Measurement,
+    Memory,
+    MemoryMeasurement,
+    off_disk,
+    ratio_of,
+)
 from benchmarks.families import FORWARD, GRADIENT, WHERE, Family, families, gradient
 
 EACH = 6  # of the families, one in so many
@@ -114,12 +122,5 @@ def distribution(measured: Sequence[Measurement | MemoryMeasurement]) -> list[Di
     found: dict[str, dict[str, float]] = {}
     for each in measured:
         name, kind, what = each.name.rsplit(", ", 2)
-        ratio = each.ratio.median if isinstance(each, Measurement) else each.ratio
-        found.setdefault(f"{what}, {kind}", {})[name] = ratio
-    return [_distribution(kind, found[kind]) for kind in sorted(found)]
-
-
-def _distribution(kind: str, of: dict[str, float]) -> Distribution:
-    ratios, last = sorted(of.values()), max(of, key=of.__getitem__)
-    p90 = statistics.quantiles(ratios, n=10, method="inclusive")[-1] if len(ratios) > 1 else ratios[0]
-    return Distribution(kind, "all", len(ratios), statistics.median(ratios), p90, of[last], last, over=0, missed=0)
+        found.setdefault(f"{what}, {kind}", {})[name] = ratio_of(each)
+    return [Distribution.of_ratios(kind, "all", found[kind]) for kind in sorted(found)]

@@ -29,7 +29,7 @@ from benchmarks._harness import (
     Measurement,
     Memory,
     MemoryMeasurement,
-    Spread,
+    ratio_of,
 )
 from benchmarks._lstm import Params, State, lstm, normal
 from benchmarks.bodies import Body, Step, delta_rule, gru, hmm, kalman, one_row, rnn
@@ -991,12 +991,10 @@ def distribution(measured: Sequence[Measurement | MemoryMeasurement]) -> list[Di
 
 
 def _distribution(kind: str, which: str, rows: list[tuple[str, Measurement | MemoryMeasurement]]) -> Distribution:
-    ratios = {family: each.ratio.median if isinstance(each, Measurement) else each.ratio for family, each in rows}
-    spread = Spread.of(ratios.values())
-    worst = max(ratios, key=ratios.__getitem__)
+    ratios = {family: ratio_of(each) for family, each in rows}
     over = sum(ratio > TARGET for ratio in ratios.values())
     missed = sum(each.passed is False for _, each in rows)
-    return Distribution(kind, which, len(rows), spread.median, spread.p90, ratios[worst], worst, over, missed)
+    return Distribution.of_ratios(kind, which, ratios, over=over, missed=missed)
 
 
 def _split(name: str) -> tuple[str, str]:

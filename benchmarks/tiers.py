@@ -62,7 +62,7 @@ def _of(chosen: dict[str, tuple[int, bool]], steps: int, sets: Sequence[str]) ->
     found = {family.name: family for family in families() if family.name in chosen}
     programs = [(name, FORWARD) for name in chosen] + [(name, GRADIENT) for name, (_, too) in chosen.items() if too]
     for name, kind in programs:
-        family = _large(found[name], chosen[name][0], steps)
+        family = on_rows(found[name], chosen[name][0], steps)
         yield from _compare(family, kind, sets, control=(name, kind) == programs[0])
 
 
@@ -146,7 +146,7 @@ class Running(Elsewhere):
         return time.process_time() - start
 
 
-def _large(family: Family, rounds: int, steps: int) -> Family:
+def on_rows(family: Family, rounds: int, steps: int) -> Family:
     """A step that is some rounds of another's, on `ROWS` rows, which repeat those of the family."""
 
     def step(params: Any, carry: Any, x: Any) -> tuple[Any, Any]:

@@ -286,26 +286,27 @@ _SPLIT = (
     "`{0}, now = jax.random.split({0})`. "
     "Or let {{init}} have `treescan.carries.keys(...)` there, which gives each {{unit}} a key of its own."
 )
-_IN_Y = "eturn the new entries in y, which is stacked over the {unit}s, or s"
-_GROWS = f"{_IN_Y}tart from an array of the final size and write into it with `.at[i].set(...)`."
+_STACKED = " If new entries are outputs, return them in y, which is stacked over the {unit}s."
+_WRITTEN = (
+    " To read new entries in later {unit}s, start from an array of the final size and write into it with "
+    "`.at[i].set(...)`."
+)
 
 
 def _shape_cure(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     grown = [(a, b) for a, b in zip(given, returned, strict=False) if a != b] if len(given) == len(returned) else []
     if [b - a for a, b in grown] == [1]:
-        return f"{{a_carry}} cannot grow. R{_GROWS}"
+        return f"{{a_carry}} cannot grow.{_STACKED}{_WRITTEN}"
     wanted, had = (f"[{','.join(map(str, shape))}]" for shape in (returned, given))
-    says = f"Start from an {{init}} of shape {wanted}, or return {had}."
+    says = f"{{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
     if len(grown) == 1 and grown[0][0] != 1 and grown[0][0] < grown[0][1]:  # from 1, it may be broadcast
-        says = f"If the {{step}} adds entries to it, r{_GROWS} Otherwise s{says[1:]}"
-    return f"{{a_carry}} keeps its shape. {says}"
+        says += f" That fails again if it grows in each {{unit}}.{_STACKED}{_WRITTEN}"
+    return says
 
 
-def _without_y(text: str) -> str:
-    """A cure for a body that returns no y."""
-    for said, instead in (("R" + _IN_Y, "S"), ("r" + _IN_Y, "s"), (_OR_IN_Y, "")):
-        text = text.replace(said, instead)
-    return text
+def _of_carry_alone(cure: Cure) -> Cure:
+    """The cure for a body that returns no y."""
+    return cure._replace(text=cure.text.replace(_STACKED, "").replace(_OR_IN_Y, ""))
 
 
 def _placement(name: str, start: str, given: Aval, returned: Aval) -> tuple[str, str]:
@@ -511,10 +512,6 @@ def check_carry(convention: Convention, root: str, given: PyTree, returned: PyTr
         rows=[row.row for row in rows],
         carry_root=root,
     )
-
-
-def _of_carry_alone(cure: Cure) -> Cure:
-    return cure._replace(text=_without_y(cure.text))
 
 
 def _fits(given: PyTree, y: PyTree) -> bool:

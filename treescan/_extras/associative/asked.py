@@ -57,11 +57,12 @@ def unless_none(flags: Array, run: Callable[[], PyTree], value: PyTree) -> PyTre
     """What `run` returns, or the value where no flag is set: in any row, element of a `jax.vmap`, or device."""
     if not may_branch():
         return run()
-    types = value
-    if jax.sharding.get_abstract_mesh().manual_axes or any(map(is_sharded, jax.tree.leaves(value))):
-        types = types_of(run)
+    is_spread = jax.sharding.get_abstract_mesh().manual_axes or any(map(is_sharded, jax.tree.leaves(value)))
+    types = types_of(run) if is_spread else None
 
     def leave() -> PyTree:
+        if types is None:
+            return value
         return jax.tree.map(lambda leaf, like: vary_over(place_like(leaf, like), varying_axes(like)), value, types)
 
-    return jax.lax.cond(any_of_all(flags), run, leave if types is not value else lambda: value)
+    return jax.lax.cond(any_of_all(flags), run, leave)

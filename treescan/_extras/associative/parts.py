@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from ..._avals import Array, PyTree, describe_leaf, describe_node
 from ..._errors import BodyFault, Row
@@ -81,8 +83,4 @@ def choose(flags: Array, new: PyTree, old: PyTree) -> PyTree:
 
 def _all_of(*flags: Array | None) -> Array | None:
     known = [each for each in flags if each is not None]
-    every = known[0] if known else None
-    for each in known[1:]:
-        assert every is not None
-        every = every & each
-    return every
+    return functools.reduce(jnp.logical_and, known) if known else None
