@@ -29,10 +29,10 @@ PARTS, LARGE_PARTS, MOST_EQUATIONS = (1, 2, 4, 16), (1, 2, 16), 100
 """What the batch is divided by for the tiers of `compact=True`; the same for a large step, which takes seconds to
 compile; and the equations from which on a step is large. The body is compiled once for each tier.
 
-Measured on half of some families and judged by the other half, with 64 rows. Against seven tiers, each twice the one
-before, four take 0.6 of the time to compile. They take 1.00 of the time to run rows of uniform lengths, 1.05 of
-lognormal lengths and 1.09 of Pareto lengths; at worst 1.08, 1.10 and 1.18. Three take 0.5, and at worst 1.11, 1.45
-and 1.44. Those of a large step were chosen with `benchmarks/tiers.py`.
+Measured with `benchmarks/small_tiers.py`, 64 rows, by the half of the steps that is held back. Against seven tiers,
+each twice the one before, four take 0.65 of the time to compile. They take 0.98 of the time to run rows of uniform
+lengths, 0.97 of lognormal and 1.05 of Pareto lengths; at worst 1.12, 1.07 and 1.21. Three take 0.52, and at worst
+1.24, 1.47 and 1.15. Those of a large step were chosen with `benchmarks/tiers.py`.
 """
 
 _Idle = Callable[[PyTree, PyTree], PyTree]
