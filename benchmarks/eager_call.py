@@ -4,7 +4,8 @@ The bodies are module-level functions, so that JAX's caches hit: from the second
 is traced or compiled, and what is left is dispatch. The loops are short to make that visible.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from benchmarks._harness import Comparison
 State = dict[str, Array]
 
 STEPS, ROWS, FEATURES = 8, 4, 4
-TARGET = 1.3
+TARGET = 1.15
 
 
 def decay(state: State, x: Array) -> tuple[State, Array]:
@@ -60,6 +61,7 @@ def comparisons() -> Iterator[Comparison]:
     )
     for leaves in (1, 10, 100):
         yield _plain(leaves, xs)
+    yield _gradient(small, xs)
     yield from _options(small, xs)
     yield from _masked(small, xs, jnp.asarray([8, 5, 2, 0]))
 
@@ -77,6 +79,16 @@ def _plain(leaves: int, xs: Array) -> Comparison:
         lambda: lax.scan(decay, state, xs),
         TARGET,
     )
+
+
+def _gradient(state: State, xs: Array) -> Comparison:
+    """What JAX has differentiated once, it keeps with the program of an eager call. That of `lax.scan` has none."""
+
+    def gradient(scan: Callable[..., Any]) -> Callable[[], State]:
+        taken = jax.grad(lambda state: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(scan(decay, state, xs))))
+        return lambda: taken(state)
+
+    return Comparison("gradient, 1 leaf", "jax.lax.scan", gradient(treescan.scan), gradient(lax.scan), TARGET)
 
 
 def _options(state: State, xs: Array) -> Iterator[Comparison]:

@@ -58,6 +58,7 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
     "eager": (
         ("eager_call", "1 leaf", "jax.lax.scan", "one leaf / jax.lax.scan"),
         ("eager_call", "100 leaves", "jax.lax.scan", "100 leaves / jax.lax.scan"),
+        ("eager_call", "gradient, 1 leaf", "jax.lax.scan", "the gradient, one leaf / jax.lax.scan"),
         ("eager_call", "key=", "fold_in by hand", "key= / fold_in by hand"),
         ("eager_call", "in_axes=1", "moveaxis by hand", "in_axes=1 / moveaxis by hand"),
         ("eager_call", "mask_scan, peer eager", "where by hand", "mask_scan / a where, also outside of jit"),
@@ -220,7 +221,6 @@ SLOWER: Sequence[Chosen] = (
     ("trace_time", "mask_scan, 100 operations, 100 leaves", "where by hand", "tracing a `mask_scan` of 100 leaves"),
     ("trace_time", "1 operation, 1 leaf", "jax.lax.scan", "tracing a `scan` of one operation"),
     ("trace_time", "100 operations, 100 leaves", "jax.lax.scan", "tracing a `scan` of 100 operations"),
-    ("eager_call", "1 leaf", "jax.lax.scan", "a `scan` outside of `jit`"),
     ("eager_call", "mask_scan, peer jitted", "where by hand in one jit", "a `mask_scan` outside of `jit`"),
     ("bodies", "HMM, full, gradient", "where by hand", "the gradient of a masked hidden Markov model"),
     ("bodies", "mapped rows, full, gradient", "where by hand", "the gradient of masked, mapped rows"),

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         bytes_of_products as bytes_of_products,
         products_at_once as products_at_once,
         products_pay as products_pay,
-        ready_for_chunks as ready_for_chunks,
         save_all_but_cheap as save_all_but_cheap,
         saving_step as saving_step,
     )
@@ -22,8 +21,7 @@ else:
     __all__, __getattr__, __dir__ = on_first_use(
         __name__,
         {
-            "in_bulk": "at_once bytes_of_products products_at_once products_pay ready_for_chunks save_all_but_cheap "
-            "saving_step",
+            "in_bulk": "at_once bytes_of_products products_at_once products_pay save_all_but_cheap saving_step",
             "in_place": "InPlace write_in_place",
         },
     )

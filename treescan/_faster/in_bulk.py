@@ -54,7 +54,6 @@ from .._outputs.outputs import QuietSteps
 from .._remat.checkpoint import Checkpointed, Policy, SaveDecisions, chooses
 from .._trace.cost import TRANSCENDENTAL, count_operations
 from .._trace.equations import PRODUCTS, alone, aval_of, has_branches, inputs_of, values_of
-from .._trace.hoist import lifted
 from .._trace.rewriting import Unproven, add_alike, typed_like
 from .._trace.rules import with_rule
 from .._trace.smooth import fill_in, nonzero_part, smooth_part
@@ -388,12 +387,6 @@ def products_at_once(chunk: Step) -> Step:
     if isinstance(chunk, QuietSteps):
         return dataclasses.replace(chunk, inside=products_at_once)
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
-
-
-def ready_for_chunks(loop: Loop) -> Loop:
-    """The traced loop in the form in which a chunk computes the products of its steps at once."""
-    # What a body closes over, rows have lifted already.
-    return loop if loop.rows is not None else lifted(loop)
 
 
 def bytes_of_products(loop: Loop) -> int:

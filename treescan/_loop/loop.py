@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import inspect
+import itertools
 import operator
 import threading
 import types
@@ -86,6 +87,11 @@ class Memo:
                 elif len(self._made) > _KEPT:
                     self._made.popitem(last=False)
         return made
+
+    def clear(self) -> None:
+        """Drops all of it."""
+        self._made.clear()
+        self._joint.clear()
 
     def joint(self, function: Callable[..., Any]) -> Memo:
         """What was made for this memo's body and another together: it goes with whichever of the two goes first."""
@@ -202,11 +208,13 @@ _bodies: dict[_Reference, Body] = {}
 
 
 def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> None:
-    """The body is gone, and so is its handle.
+    """The body is gone. So is its handle, with the steps that it keeps: these hold it, and arrays that the body read.
 
     The default is bound here: a script's own bodies go when Python ends, and by then it has emptied this module.
     """
-    forget(reference, None)
+    body: Body | None = forget(reference, None)
+    if body is not None:
+        body.memo.clear()
 
 
 _programs = Memo()
@@ -492,10 +500,15 @@ class Loop(Plan):
         return state
 
 
-def under_a_trace() -> bool:
-    """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed."""
-    # Of all operations this is the cheapest: of a number without a trace, it is that number.
-    return isinstance(jax.lax.stop_gradient(0.0), Tracer)
+def under_a_trace(given: PyTree = None) -> bool:
+    """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed.
+
+    The operation that asks takes 7 microseconds, and leaves an equation in a trace. Where some of what is given is
+    traced, one asks that leaves none, and takes 40.
+    """
+    if any(map(isinstance, jax.tree.leaves(given), itertools.repeat(Tracer))):
+        return isinstance(jax.lax.full((), 0.0), Tracer)
+    return isinstance(jax.lax.stop_gradient(0.0), Tracer)  # of a number without a trace, it is that number
 
 
 is_jit_disabled: Callable[[], bool] = functools.partial(getattr, jax.config, "jax_disable_jit")

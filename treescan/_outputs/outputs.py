@@ -18,7 +18,7 @@ from .._loop.chunk import Level, RunChunk, run_chunked
 from .._loop.feed import Feed, one_step
 from .._loop.loop import Arrays, Loop, Plan, Step, is_untraced
 from .._loop.sizes import Wish
-from .._trace.hoist import traced
+from .._trace.hoist import lifted, traced
 from .._transforms.axes import move_outputs, spread_prefix, static_axes
 from .._transforms.call import Arguments, Call
 from .._transforms.refuse import refuse_symbolic, refuse_with_refs
@@ -66,6 +66,7 @@ class KeepOutputs(Transform):
                 warn_of_nothing(keeps, loop.length)
             if loop.hoisted.refs:
                 refuse_with_refs("save")
+            loop = lifted(loop)  # its step becomes a function, which would hold what the body closes over
         loop = loop.having(keeps=keeps)
         return loop.finished(ys=lambda result: without_dropped(kept_leaves(result.ys, keeps), structure, save))
 

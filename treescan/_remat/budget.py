@@ -506,7 +506,7 @@ def _in_chunk(loops: Sequence[Loop], step: Footprint) -> tuple[Footprint, int]:
     loop, *others = loops
     if others or not saves_whole_steps(loop.hoisted, Remat(_EVERYTHING, levels=2)):
         return step, step.whole
-    products = _faster.bytes_of_products(_faster.ready_for_chunks(loop))
+    products = _faster.bytes_of_products(lifted(loop))
     if not products:
         return step, step.whole
     saved = _faster.saving_step(loop)

@@ -17,7 +17,7 @@ from .._loop.loop import Arrays, Loop, Plan, Step, is_untraced
 from .._loop.sizes import Wish, chunk_size
 from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.equations import equations_within
-from .._trace.hoist import hoist, traced
+from .._trace.hoist import hoist, lifted, traced
 from .._trace.rewriting import is_rewriting
 from .._trace.trace import Trace
 from .._transforms.refuse import once_only, refuse_with_refs
@@ -157,7 +157,7 @@ def fastest(loop: Loop) -> Remat | Auto | None:
     left_alone = trace.effects or trace.refs or trace.reverse_rule or not is_rewriting()
     if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
         return None
-    ready = _faster.ready_for_chunks(loop)
+    ready = lifted(loop)
     pays = _faster.products_pay(ready.hoisted, ready.plan, ready.arrays)
     if (pays and is_large(trace, length)) or is_cheap(trace, length):
         return Remat(_WHOLE, levels=2, chunk=_least_chunk(length))
@@ -175,7 +175,7 @@ def choose_fastest(loop: Loop) -> Loop:
     if remat is None:
         return loop
     wish = Wish.around(chunk_size(loop.length), _faster.at_once)
-    return _faster.ready_for_chunks(loop).having(wishes=(*loop.wishes, wish))
+    return lifted(loop).having(wishes=(*loop.wishes, wish))
 
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:
@@ -189,8 +189,7 @@ def _recompute(loop: Loop, remat: Remat) -> Loop:
     """The traced loop, its steps and chunks recomputed as a plan says."""
     masked = loop.rows is not None and not loop.masked.all_valid
     at_once = not (masked or loop.turns) and saves_whole_steps(loop.hoisted, remat)
-    loop = _faster.ready_for_chunks(loop) if at_once else loop
-    loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
+    loop = checkpoint_steps(lifted(loop), *(remat,) * len(loop.each))
     related = any(relates(turn.hoisted.jaxpr) for turn in loop.each)
     wishes = remat_wishes(loop.length, remat, _faster.products_at_once if at_once else None, related=related)
     return loop.having(remat=remat, wishes=(*loop.wishes, *wishes))

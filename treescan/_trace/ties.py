@@ -78,7 +78,7 @@ def _tied_to(nothing: dict[frozenset[str], Array], value: Array) -> Array:
     parts = [_varying_at_most(part, axes) for over, part in nothing.items() if _REACHES or over <= axes]
     if not parts:
         return value
-    varying = frozenset[str]().union(*(varying_axes(jax.typeof(part)) for part in parts))
+    varying = frozenset[str]().union(*map(varying_axes, map(jax.typeof, parts)))
     zero = jnp.sum(functools.reduce(jax.lax.add, [vary_over(part, varying) for part in parts]))
     if not is_smooth(value):
         return jax.lax.select_n(jax.lax.ne(zero, np.float32(0)), value, value)

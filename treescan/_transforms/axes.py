@@ -124,7 +124,6 @@ class Count(Transform):
     """
 
     lower: int
-    moves = False
     stage: ClassVar[Stage] = Stage.FED
 
     def __call__(self, loop: Loop) -> Loop:

@@ -55,11 +55,9 @@ class Transform(ABC):
 
     Attributes:
         stage: where it is among the others.
-        moves: whether there is work around the loop, which an eager call compiles together with it.
     """
 
     stage: ClassVar[Stage]
-    moves: ClassVar[bool] = True
 
     @abstractmethod
     def __call__(self, loop: Loop, /) -> Loop:

@@ -137,15 +137,11 @@ class Prepared:
         if self.given.offset is not None:
             for transform in program.transforms:
                 transform.refuse_part(self.call, self.given)
-        moves = program.moves or self.given.key is not None
         programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)
         with silent():
             try:
-                if compiles:
-                    result = execute(program, self.given, programs, moves=moves, donates=donates)
-                else:
-                    result = program(self.given)
+                result = execute(program, self.given, programs, donates=donates) if compiles else program(self.given)
             except Exception as error:
                 self._note_numbers(error)
                 if not self.options:

@@ -1,0 +1,205 @@
+"""An eager call is one compiled program: it is given what its body closes over, and a call of a known body is short."""
+
+import functools
+import sys
+import threading
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from thin import parametrize
+from traces import Counted, compilations
+
+import treescan
+
+pytestmark = pytest.mark.quick
+
+WIDTH, STEPS, ROWS = 32, 6, 3
+INIT, XS = jnp.ones((ROWS, WIDTH)), jnp.linspace(0, 1, STEPS * ROWS * WIDTH).reshape(STEPS, ROWS, WIDTH)
+LENGTHS = jnp.array([6, 0, 3])
+CALLS = {
+    "scan": lambda body, init, xs: treescan.scan(body, init, xs),
+    "save": lambda body, init, xs: treescan.scan(body, init, xs, save="last"),
+    "remat": lambda body, init, xs: treescan.scan(body, init, xs, save="last", remat="nested"),
+    "key": lambda body, init, xs: treescan.scan(lambda h, x, *, key: body(h, x), init, xs, key=jax.random.key(0)),
+    "check_finite": lambda body, init, xs: treescan.scan(body, init, xs, check_finite=True),
+    "fold": lambda body, init, xs: treescan.fold(lambda h, x: body(h, x)[0], init, xs),
+    "fori": lambda body, init, xs: treescan.fori(0, 4, lambda i, h: body(h, xs[0] * i)[0], init),
+    "mask_scan": lambda body, init, xs: treescan.mask_scan(body, init, xs, lengths=LENGTHS),
+    "compact": lambda body, init, xs: treescan.mask_scan(body, init, xs, lengths=LENGTHS, compact=True),
+    "while_scan": lambda body, init, xs: treescan.while_scan(lambda h: jnp.sum(h) < 9e9, body, init, xs),
+    "chunk_map": lambda body, init, xs: treescan.chunk_map(lambda x: body(x, x)[1], xs, chunk_size=2),
+}
+
+
+def recurrent(weights):
+    def body(h, x):
+        h = jnp.tanh(h @ weights + x)
+        return h, h * 2
+
+    return body
+
+
+def weights(seed=0):
+    return jax.random.normal(jax.random.key(seed), (WIDTH, WIDTH)) * 0.1
+
+
+@pytest.fixture
+def constants_are_refused():
+    """Within it, JAX warns of each program that holds an array of the size of the weights."""
+    known = jax.config.values["jax_captured_constants_warn_bytes"]
+    jax.config.update("jax_captured_constants_warn_bytes", WIDTH * WIDTH)
+    yield
+    jax.config.update("jax_captured_constants_warn_bytes", known)
+
+
+def test_jax_alone_would_copy_what_a_body_closes_over(constants_are_refused):
+    with pytest.warns(UserWarning, match="large amount of constants"):
+        jax.jit(lambda: jax.lax.scan(recurrent(weights()), INIT, XS))()
+
+
+@parametrize("call", CALLS)
+def test_no_program_holds_what_a_body_closes_over(call, constants_are_refused):
+    array = weights()
+    body, expected = recurrent(array), jax.jit(lambda array, *given: call(recurrent(array), *given))
+    for scale in (1.0, 2.0):
+        given = INIT * scale, XS * scale
+        pair = call(body, *given), expected(array, *given)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), *pair)
+
+
+def test_a_body_that_closes_over_other_arrays_for_other_types():
+    own, other, counted = weights(), weights(1), Counted(lambda h, x: (h @ (own if len(h) == ROWS else other), x))
+    for rows in (ROWS, 2, ROWS, 2):
+        last, _ = treescan.scan(counted.body, INIT[:rows], XS[:, :rows])
+        expected = INIT[:rows] @ np.linalg.matrix_power(own if rows == ROWS else other, STEPS)
+        np.testing.assert_allclose(last, expected, rtol=1e-3, atol=1e-6)
+    assert counted.calls == 2
+
+
+@parametrize("call", {name: call for name, call in CALLS.items() if name != "while_scan"})
+def test_what_a_body_closes_over_goes_with_its_last_reference(call):
+    """Python's collector need not run first: only what JAX 0.12 makes of a `while_scan` waits for it."""
+    array = weights()
+    body, reference = recurrent(array), weakref.ref(array)
+    del array
+    call(body, INIT, XS)
+    assert reference() is not None
+    del body
+    assert reference() is None
+
+
+def test_a_mutable_array_is_no_argument():
+    total, factor = jax.new_ref(jnp.zeros(WIDTH)), weights()
+
+    def body(h, x):
+        total[...] += x
+        return h @ factor, None
+
+    for number in (1, 2):
+        treescan.scan(body, INIT[0], XS[:, 0])
+        np.testing.assert_allclose(total[...], number * XS[:, 0].sum(0), rtol=1e-5)
+
+
+def test_a_callback_that_runs_a_loop_of_its_own():
+    """Its program is another than that which is traced first, or runs, around it."""
+    outer, inner = weights(), weights(1)
+    of_inner, expected = recurrent(inner), treescan.scan(recurrent(inner), INIT[0], XS[:, 0])[0]
+
+    def on_host(h):
+        return np.asarray(treescan.scan(of_inner, INIT[0], XS[:, 0])[0] + h)
+
+    def body(h, x):
+        h = jax.pure_callback(on_host, jax.ShapeDtypeStruct((WIDTH,), jnp.float32), h)
+        return h, h @ outer
+
+    last, _ = treescan.scan(body, jnp.zeros(WIDTH), XS[:1, 0])
+    np.testing.assert_allclose(last, expected, rtol=1e-5)
+
+
+def test_threads_that_begin_with_the_same_body():
+    body, found = recurrent(weights()), [None] * 8
+    ready = threading.Barrier(len(found))
+
+    def run(number):
+        ready.wait()
+        found[number] = treescan.scan(body, INIT * number, XS)[0]
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(len(found))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, last in enumerate(found):
+        np.testing.assert_allclose(last, jax.lax.scan(body, INIT * number, XS)[0], rtol=1e-6)
+
+
+def test_threads_that_begin_with_other_types_for_which_a_body_closes_over_other_arrays():
+    by_rows, both = {rows: weights(rows) for rows in (2, ROWS)}, threading.Barrier(2)
+    found = {}
+
+    def body(h, x):
+        both.wait(timeout=60)  # each is traced before either knows what the other closes over
+        return h @ by_rows[len(h)] + x, None
+
+    def run(rows):
+        found[rows] = [treescan.scan(body, INIT[:rows], XS[:, :rows])[0] for _ in range(2)]
+
+    threads = [threading.Thread(target=run, args=(rows,)) for rows in by_rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for rows, array in by_rows.items():
+        expected, _ = jax.lax.scan(lambda h, x, array=array: (h @ array + x, None), INIT[:rows], XS[:, :rows])
+        for last in found[rows]:
+            np.testing.assert_allclose(last, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("verb", ["scan", "mask_scan"])
+def test_a_gradient_of_a_known_body_traces_nothing(verb):
+    """JAX keeps the gradient of a program. It differentiates an eager `jax.lax.scan` in each call."""
+    counted = Counted(lambda carry, x: ((jnp.tanh(carry[0] @ carry[1] + x), carry[1]), None))
+    options = {"lengths": LENGTHS, "row_axes": {"carry": (0, None)}} if verb == "mask_scan" else {}
+
+    def loss(array):
+        (h, _), _ = getattr(treescan, verb)(counted.body, (INIT, array), XS, **options)
+        return jnp.sum(h**2)
+
+    gradient = jax.grad(loss)
+    expected = jax.jit(gradient)(weights())
+    assert any("backend_compile" in name for name in compilations(lambda: gradient(weights())))
+    calls, array = counted.calls, weights()
+    assert compilations(lambda: np.testing.assert_allclose(gradient(array), expected, rtol=1e-5)) == []
+    assert counted.calls == calls
+
+
+def python_calls(run):
+    count = [0]
+
+    def profile(frame, event, arg):
+        del frame, arg
+        count[0] += event == "call"
+
+    run()
+    sys.setprofile(profile)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count[0]
+
+
+@pytest.mark.parametrize("leaves", [1, 100])
+@pytest.mark.parametrize("verb", ["scan", "mask_scan", "while_scan"])
+def test_a_call_of_a_known_body_makes_fewer_python_calls_than_that_of_lax_scan(verb, leaves):
+    def body(carry, x):
+        return [leaf + x for leaf in carry], x
+
+    init = [jnp.zeros(3) for _ in range(leaves)]
+    options = {"mask_scan": {"lengths": jnp.array([2, 3, 1])}}.get(verb, {})
+    before = [lambda carry: carry[0][0] < 9] * (verb == "while_scan")
+    ours = python_calls(lambda: getattr(treescan, verb)(*before, body, init, jnp.ones((4, 3)), **options))
+    assert ours < python_calls(lambda: jax.lax.scan(body, init, jnp.ones((4, 3))))
