@@ -121,6 +121,7 @@ def why_not(program: Program) -> str:
         "rows that move": "compact" in options and {"key", "closure of init"} & {*parts},
         "padding that is known": program.nan and not (verb in ("mask_scan", "linear_scan", "fold") and has_padding(program)),
         "padding that stays": program.nan and {"in while_loop"} & {*word},
+        "the gradient saves NaN that it was given": program.nan and reverse and {"debug_nans", "in treescan.while_scan"} <= {*word},
         "JAX looks for NaN on one device alone": "debug_nans" in word and meshes,
         "no check of values over devices": "check_finite" in options and meshes,
     }  # fmt: skip
