@@ -133,8 +133,8 @@ def test_a_first_masked_scan_calls_few_functions() -> None:
     command = [sys.executable, ROOT / "scripts" / "walk.py", "--counts"]
     said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     calls = {name: int(count) for name, count in re.findall(r"`(\w+)`: \d+ files, (\d+) calls", said)}
-    assert calls["mask_scan"] <= 800  # 90 of them tie results to arguments, once for the same types
-    assert calls["scan"] <= 160
+    assert calls["mask_scan"] <= 820  # 90 of them tie results to arguments, once for the same types
+    assert calls["scan"] <= 185  # 30 of them are for the next call
 
 
 @pytest.mark.parametrize("verb", ["scan", "fori", "mask_scan"])

@@ -11,7 +11,7 @@ import operator
 import threading
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -34,18 +34,19 @@ if TYPE_CHECKING:  # a loop's fields; what it holds is made further up
 
 _T = TypeVar("_T")
 
-_KEPT, _OF_ONE_KIN = 64, 8
+_OF_ONE_KIN = 8
 _UNKNOWN: Any = object()
 
 
 class Memo:
-    """What was made for a body or for one call: the 64 last used things are kept.
+    """What was made for a body or for one call: the last used things are kept, 64 if nothing else is said.
 
     Of those whose keys differ only in functions or objects of one origin, eight are: a policy, a `show` or a static
     leaf that each call makes anew never comes again, and all that it closes over would be kept as long as the body.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = 64) -> None:
+        self._kept = kept
         self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
         self._joint: dict[_Reference, Memo] = {}
@@ -84,7 +85,7 @@ class Memo:
                 alike = [other for other in self._made if kin(other) == own]
                 if len(alike) > _OF_ONE_KIN:
                     del self._made[alike[0]]
-                elif len(self._made) > _KEPT:
+                elif len(self._made) > self._kept:
                     self._made.popitem(last=False)
         return made
 
@@ -102,7 +103,7 @@ class Memo:
                 owner._joint.pop(reference, None)
 
         try:
-            return self._joint.setdefault(_Reference(function, forget), Memo())
+            return self._joint.setdefault(_Reference(function, forget), Memo(self._kept))
         except Exception:  # as in `Body.of`
             return Memo()
 
@@ -217,7 +218,7 @@ def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> 
         body.memo.clear()
 
 
-_programs = Memo()
+_programs = Memo(kept=1024)  # one for each length and type: JAX keeps as many for an eager `jax.lax.scan`
 
 
 class Step(Protocol):
@@ -500,13 +501,13 @@ class Loop(Plan):
         return state
 
 
-def under_a_trace(given: PyTree = None) -> bool:
+def under_a_trace(given: Iterable[object] = ()) -> bool:
     """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed.
 
     The operation that asks takes 7 microseconds, and leaves an equation in a trace. Where some of what is given is
     traced, one asks that leaves none, and takes 40.
     """
-    if any(map(isinstance, jax.tree.leaves(given), itertools.repeat(Tracer))):
+    if any(map(isinstance, given, itertools.repeat(Tracer))):
         return isinstance(jax.lax.full((), 0.0), Tracer)
     return isinstance(jax.lax.stop_gradient(0.0), Tracer)  # of a number without a trace, it is that number
 

@@ -1,89 +1,198 @@
-"""A program that an eager call compiles once, which is given the arrays that its body closes over.
+"""A program that an eager call compiles once for arrays of the same types.
 
-`jax.jit` alone would copy them into the program: that takes their memory a second time, and for large weights seconds.
-So a program is traced first. If it closes over arrays, the trace of `jax.jit` is given up, and begun again with them
-among the arguments.
+It is `jax.jit` of the program with two differences, in which `jax.lax.scan` differs from `jax.jit` too:
+
+- Arrays that the body closes over are arguments. `jax.jit` would copy them into the program: that takes their memory a
+  second time, and for large weights seconds.
+- What comes back as it was given is not an output. `jax.jit` would copy it in each call.
+
+So a program is traced first. Both are read off the trace, which `jax.jit` then runs. Where JAX traces a program once
+more, in another of its contexts, they are compared.
 """
 
 from __future__ import annotations
 
-import contextvars
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 
-from .._avals import Array, PyTree
+from .._avals import Array, Leaves, TreeDef
+from .._loop.loop import Memo, under_a_trace
+from .._trace.equations import variables_of
 from .._trace.steps import array_of
 from .._transforms.call import Arguments
+from .._tree import Static, merge, split
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
 
-    Trace = tuple[ClosedJaxpr, PyTree]
-    """A program, and the types of its results."""
-    Found = list[tuple[Array, ...]]
-    """The arrays that a program closes over. Several threads may append to it: the first one counts."""
+
+def run_compiled(
+    key: tuple[Hashable, ...],
+    name: str,
+    program: Callable[[Arguments], Any],
+    given: Arguments,
+    programs: Memo,
+    *,
+    frozen: bool,
+    donates: bool,
+) -> Any:
+    """The results of a program, which an eager call compiles if none was compiled before for a call like it.
+
+    Args:
+        key: what else tells calls apart.
+        name: what JAX calls the program.
+        program: maps the arrays of a call to its results. Hashable.
+        given: the arrays.
+        programs: what was compiled for the bodies before.
+        frozen: whether what is given holds static leaves.
+        donates: whether the arrays of `init` are given away.
+    """
+    leaves, structure = jax.tree.flatten(given, is_leaf=_is_static if frozen else None)
+    if under_a_trace(leaves):
+        return program(given)
+    flags = list(map(_is_static, leaves)) if frozen else [False] * len(leaves)
+    statics, arrays = split(flags, leaves) if frozen else ([], leaves)
+
+    def of_arrays(arrays: Leaves) -> Any:
+        return program(jax.tree.unflatten(structure, merge(flags, statics, arrays) if frozen else arrays))
+
+    donated = len(jax.tree.leaves(given.init)) if donates else 0
+    try:
+        call = (Eager, donated, program, *key, structure, *statics, *map(jax.typeof, arrays))
+        compiled = programs.keep(call, lambda: Eager(name, of_arrays, donated))
+    except Exception:  # something is no array for JAX, or has no hash
+        return program(given)
+    return compiled(arrays)
 
 
-class _Closes(BaseException):
-    """Leaves the first trace of `jax.jit`, with that of a program that closes over arrays."""
+def _is_static(node: object) -> bool:
+    return isinstance(node, Static)
 
-    def __init__(self, trace: Trace) -> None:
+
+class _Trace(NamedTuple):
+    """A trace of a program: its jaxpr, and the structure of its results."""
+
+    jaxpr: ClosedJaxpr
+    structure: TreeDef
+
+
+class _Facts(NamedTuple):
+    """What is read off a trace.
+
+    Attributes:
+        structure: of the results.
+        returned: for each leaf of the results the place of the array that it is, among those given and closed over;
+            None: it is computed.
+        reads: for each array that is given whether the program reads it.
+        closed: the arrays that are closed over.
+    """
+
+    structure: TreeDef
+    returned: tuple[int | None, ...]
+    reads: tuple[bool, ...]
+    closed: tuple[Array, ...]
+
+    def are(self, other: _Facts) -> bool:
+        """Whether they are the same."""
+        if self[1:3] != other[1:3] or list(map(id, self.closed)) != list(map(id, other.closed)):
+            return False
+        try:
+            return self.structure == other.structure
+        except ValueError:  # an array in a structure
+            return False
+
+
+class _Changed(BaseException):
+    """Leaves a trace of `jax.jit` in which a program is another than before."""
+
+    def __init__(self, trace: _Trace) -> None:
         super().__init__()
         self.trace = trace
 
 
-_left: contextvars.ContextVar[tuple[Found | None, Trace | None]] = contextvars.ContextVar("left", default=(None, None))
-"""The trace that was left so, with whose it is. The next trace of the same takes it: a program is traced once."""
-
-
 class Eager:
-    """A program under `jax.jit`.
-
-    What the body closes over in its first trace becomes arguments. If a trace for other types closes over further
-    arrays, these are copied.
+    """A program under `jax.jit`, for arrays of the same types.
 
     Args:
         name: what JAX calls it.
-        program: maps the arrays of a call to its results.
-        donates: whether `init` is given away.
+        program: maps arrays to results.
+        donated: how many of the arrays, the first ones, are given away.
     """
 
-    def __init__(self, name: str, program: Callable[[Arguments], Any], *, donates: bool) -> None:
-        found: Found = []
+    def __init__(self, name: str, program: Callable[[Leaves], Any], donated: int) -> None:
+        self._name, self._program, self._donated = name, program, donated
+        self._made: tuple[_Facts, Callable[..., Leaves]] | None = None
 
-        def run(init: PyTree, given: Arguments, closed_over: tuple[Array, ...]) -> Any:
-            given = given._replace(init=init)
-            owner, trace = _left.get()
-            _left.set((None, None))
-            if trace is None or owner is not found:
-                trace = jax.make_jaxpr(program, return_shape=True)(given)
-            jaxpr, types = trace
-            if not closed_over and any(map(_is_array, jaxpr.consts)):
-                raise _Closes(trace)
-            passed = dict(zip(map(id, found[0]), closed_over, strict=True)) if closed_over else {}
-            consts = [passed.get(id(const), const) for const in jaxpr.consts]
-            out = eval_jaxpr(jaxpr.jaxpr, consts, *jax.tree.leaves(given), propagate_source_info=True)
-            return jax.tree.unflatten(jax.tree.structure(types), map(array_of, out, jaxpr.out_avals))
-
-        run.__name__ = run.__qualname__ = name
-        self._found = found
-        self._run = jax.jit(run, donate_argnums=(0,) if donates else ())
-
-    def __call__(self, given: Arguments) -> Any:
+    def __call__(self, arrays: Leaves) -> Any:
         """The results."""
-        init, others = given.init, given._replace(init=None)
+        if self._made is None:
+            first = [_traced(self._program, arrays)]
+        else:
+            try:
+                return self._run(*self._made, arrays)
+            except _Changed as changed:
+                first = [changed.trace]
         try:
-            return self._run(init, others, self._found[0] if self._found else ())
-        except _Closes as closes:
-            token = _left.set((self._found, closes.trace))
-            self._found.append(tuple(filter(_is_array, closes.trace[0].consts)))
-        try:
-            return self._run(init, others, self._found[0])
+            self._made = made = self._compiled(first)
+            return self._run(*made, arrays)
         finally:
-            _left.reset(token)
+            first.clear()
+
+    def _run(self, facts: _Facts, compiled: Callable[..., Leaves], arrays: Leaves) -> Any:
+        read, donated = list(itertools.compress(arrays, facts.reads)), sum(facts.reads[: self._donated])
+        computed = compiled(read[:donated], read[donated:], facts.closed)
+        if len(computed) < len(facts.returned):
+            known, new = (*arrays, *facts.closed), iter(computed)
+            computed = [next(new) if place is None else known[place] for place in facts.returned]
+        return jax.tree.unflatten(facts.structure, computed)
+
+    def _compiled(self, first: list[_Trace]) -> tuple[_Facts, Callable[..., Leaves]]:
+        """What is read off a trace, and the program under `jax.jit`, which takes that trace if it is still there."""
+        program, donates, avals = self._program, bool(self._donated), first[0].jaxpr.in_avals
+        facts = _facts_of(*first, donates=donates)
+        unread = split(facts.reads, avals)[1]
+
+        def run(donated: Leaves, given: Leaves, closed_over: tuple[Array, ...]) -> Leaves:
+            arrays = merge(facts.reads, [*donated, *given], unread)
+            if first:
+                trace = first.pop()
+            else:
+                trace = _traced(program, arrays)
+                if not facts.are(_facts_of(trace, donates=donates)):
+                    raise _Changed(trace)
+            jaxpr, values = trace.jaxpr, dict(zip(map(id, facts.closed), closed_over, strict=True))
+            consts = [values.get(id(const), const) for const in jaxpr.consts]
+            results = eval_jaxpr(jaxpr.jaxpr, consts, *arrays, propagate_source_info=True)
+            pairs = zip(results, jaxpr.out_avals, facts.returned, strict=True)
+            return [array_of(leaf, aval) for leaf, aval, place in pairs if place is None]
+
+        run.__name__ = run.__qualname__ = self._name
+        return facts, jax.jit(run, donate_argnums=(0,) if donates else ())
+
+
+def _traced(program: Callable[[Leaves], Any], arrays: Sequence[Any]) -> _Trace:
+    structures = list[TreeDef]()
+
+    def flat(*arrays: Any) -> Leaves:
+        results, structure = jax.tree.flatten(program(list(arrays)))
+        structures.append(structure)
+        return results
+
+    return _Trace(jax.make_jaxpr(flat)(*arrays), *structures)
+
+
+def _facts_of(trace: _Trace, *, donates: bool) -> _Facts:
+    jaxpr, consts = trace.jaxpr.jaxpr, trace.jaxpr.consts
+    passed = {var: const for var, const in zip(jaxpr.constvars, consts, strict=True) if _is_array(const)}
+    places = {} if donates else {var: place for place, var in enumerate((*jaxpr.invars, *passed))}
+    returned = tuple([None if hasattr(atom, "val") else places.get(atom) for atom in jaxpr.outvars])
+    atoms = [atom for atom, place in zip(jaxpr.outvars, returned, strict=True) if place is None]
+    read = set(variables_of(atoms + [atom for equation in jaxpr.eqns for atom in equation.invars]))
+    return _Facts(trace.structure, returned, tuple([var in read for var in jaxpr.invars]), tuple(passed.values()))
 
 
 def _is_array(const: object) -> bool:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextvars
-import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .._loop.loop import Memo, is_jit_disabled, under_a_trace
+from .._loop.loop import Memo, is_jit_disabled
 from .._loop.replaced import replacement
 from .._loop.run import checks_key_reuse, debugs_nans
 from .._trace.rewriting import is_rewriting
 from .._transforms.call import Arguments, Call
 from .._transforms.transform import Transform
-from .eager import Eager
+from .eager import run_compiled
 from .nest import run_nested
 
 
@@ -81,8 +80,7 @@ def execute(program: Program, given: Arguments, programs: Memo, *, donates: bool
     """
     if _taking.get():
         raise Taken(program, given)
-    if is_jit_disabled() or under_a_trace(given) or replacement() is not None:
+    if is_jit_disabled() or replacement() is not None:
         return program(given)
-    key: Hashable = (Eager, donates, program, is_rewriting(), debugs_nans(), checks_key_reuse())
-    make = functools.partial(Eager, program.call.convention.verb, program, donates=donates)
-    return programs.keep(key, make)(given)
+    key, verb = (is_rewriting(), debugs_nans(), checks_key_reuse()), program.call.convention.verb
+    return run_compiled(key, verb, program, given, programs, frozen=program.call.frozen, donates=donates)
