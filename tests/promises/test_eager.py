@@ -134,6 +134,29 @@ def test_what_comes_back_as_it_was_given_is_not_copied(leaf):
             np.testing.assert_allclose(last, INIT + XS.sum(0), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [np.int64, np.float64, np.float32])
+def test_numpy_xs_come_back_as_arrays_of_jax(dtype):
+    given = np.arange(4).astype(dtype)
+    for verb in (treescan.scan, treescan.scan_layers):
+        body = (lambda c, x: (c, x)) if verb is treescan.scan else (lambda x, c: (c, x))
+        found, expected = (scan(body, 0.0, given)[1] for scan in (verb, jax.lax.scan))
+        assert isinstance(found, jax.Array) and found.dtype == expected.dtype
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_numpy_array_that_is_changed_in_place_is_read_again():
+    array = np.ones(WIDTH, np.float32)
+
+    def body(h, x):
+        return h + array, None
+
+    for scan in (jax.lax.scan, treescan.scan):
+        array[:] = 1
+        np.testing.assert_array_equal(scan(body, jnp.zeros(WIDTH), XS)[0], STEPS)
+        array[:] = 5
+        np.testing.assert_array_equal(scan(body, jnp.zeros(WIDTH), XS)[0], 5 * STEPS)
+
+
 def test_results_that_are_known_while_tracing():
     last, ys = treescan.scan(lambda c, x: (c, 3.0), INIT, XS[:0])
     assert last is INIT and ys.shape == (0,)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.core import ShapedArray, Tracer, eval_jaxpr
 
 from .._avals import Array, Leaves, TreeDef
@@ -60,10 +62,12 @@ def run_compiled(
     def of_arrays(arrays: Leaves) -> Any:
         return program(jax.tree.unflatten(structure, merge(flags, statics, arrays) if frozen else arrays))
 
-    donated = len(jax.tree.leaves(given.init)) if donates else 0
+    def make() -> Eager:
+        return Eager(name, of_arrays, len(jax.tree.leaves(given.init)), donates=donates)
+
     try:
-        call = (Eager, donated, program, *key, structure, *statics, *map(jax.typeof, arrays))
-        compiled = programs.keep(call, lambda: Eager(name, of_arrays, donated))
+        call = (Eager, donates, program, *key, structure, *statics, *map(jax.typeof, arrays))
+        compiled = programs.keep(call, make)
     except Exception:  # something is no array for JAX, or has no hash
         return program(given)
     return compiled(arrays)
@@ -120,11 +124,12 @@ class Eager:
     Args:
         name: what JAX calls it.
         program: maps arrays to results.
-        donated: how many of the arrays, the first ones, are given away.
+        count: how many of the arrays, the first ones, are those of init.
+        donates: whether these are given away.
     """
 
-    def __init__(self, name: str, program: Callable[[Leaves], Any], donated: int) -> None:
-        self._name, self._program, self._donated = name, program, donated
+    def __init__(self, name: str, program: Callable[[Leaves], Any], count: int, *, donates: bool) -> None:
+        self._name, self._program, self._count, self._donates = name, program, count, donates
         self._made: tuple[_Facts, Callable[..., Leaves]] | None = None
 
     def __call__(self, arrays: Leaves) -> Any:
@@ -136,23 +141,30 @@ class Eager:
                 return self._run(*self._made, arrays)
             except _Changed as changed:
                 first = [changed.trace]
+        made = self._compiled(first)
         try:
-            self._made = made = self._compiled(first)
             return self._run(*made, arrays)
         finally:
+            if not first:  # other threads, perhaps in other contexts, must not take the trace
+                self._made = made
             first.clear()
 
     def _run(self, facts: _Facts, compiled: Callable[..., Leaves], arrays: Leaves) -> Any:
-        read, donated = list(itertools.compress(arrays, facts.reads)), sum(facts.reads[: self._donated])
+        read = list(itertools.compress(arrays, facts.reads))
+        donated = sum(facts.reads[: self._count]) if self._donates else 0
         computed = compiled(read[:donated], read[donated:], facts.closed)
         if len(computed) < len(facts.returned):
             known, new = (*arrays, *facts.closed), iter(computed)
-            computed = [next(new) if place is None else known[place] for place in facts.returned]
+            computed = [next(new) if place is None else self._back(known[place], place) for place in facts.returned]
         return jax.tree.unflatten(facts.structure, computed)
+
+    def _back(self, leaf: Any, place: int) -> Any:
+        """What is handed back: of init as it was given, of all else an array, as `jax.lax.scan` does."""
+        return leaf if place < self._count or isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
     def _compiled(self, first: list[_Trace]) -> tuple[_Facts, Callable[..., Leaves]]:
         """What is read off a trace, and the program under `jax.jit`, which takes that trace if it is still there."""
-        program, donates, avals = self._program, bool(self._donated), first[0].jaxpr.in_avals
+        program, donates, avals = self._program, self._donates, first[0].jaxpr.in_avals
         facts = _facts_of(*first, donates=donates)
         unread = split(facts.reads, avals)[1]
 
@@ -196,5 +208,7 @@ def _facts_of(trace: _Trace, *, donates: bool) -> _Facts:
 
 
 def _is_array(const: object) -> bool:
-    """Whether a constant is an array of JAX: not one of NumPy, which a body may make anew, nor a mutable one."""
-    return isinstance(const, jax.Array) and not isinstance(const, Tracer) and isinstance(jax.typeof(const), ShapedArray)
+    """Whether a constant may be an argument: not if it is mutable, of which a program has to know which it is."""
+    if not isinstance(const, jax.Array | np.ndarray) or isinstance(const, Tracer):
+        return False
+    return isinstance(jax.typeof(const), ShapedArray) and const.dtype != jax.dtypes.float0
