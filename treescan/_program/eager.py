@@ -39,6 +39,7 @@ def run_compiled(
     given: Arguments,
     programs: Memo,
     *,
+    plain: bool,
     frozen: bool,
     donates: bool,
 ) -> Any:
@@ -50,6 +51,7 @@ def run_compiled(
         program: maps the arrays of a call to its results. Hashable.
         given: the arrays.
         programs: what was compiled for the bodies before.
+        plain: whether there are no options: they make NumPy arrays of their own, which are constants.
         frozen: whether what is given holds static leaves.
         donates: whether the arrays of `init` are given away.
     """
@@ -63,7 +65,8 @@ def run_compiled(
         return program(jax.tree.unflatten(structure, merge(flags, statics, arrays) if frozen else arrays))
 
     def make() -> Eager:
-        return Eager(name, of_arrays, len(jax.tree.leaves(given.init)), donates=donates)
+        kinds = (jax.Array, np.ndarray) if plain else (jax.Array,)
+        return Eager(name, of_arrays, kinds, len(jax.tree.leaves(given.init)), donates=donates)
 
     try:
         call = (Eager, donates, program, *key, structure, *statics, *map(jax.typeof, arrays))
@@ -124,12 +127,15 @@ class Eager:
     Args:
         name: what JAX calls it.
         program: maps arrays to results.
+        kinds: of the arrays that become arguments where they are closed over.
         count: how many of the arrays, the first ones, are those of init.
         donates: whether these are given away.
     """
 
-    def __init__(self, name: str, program: Callable[[Leaves], Any], count: int, *, donates: bool) -> None:
-        self._name, self._program, self._count, self._donates = name, program, count, donates
+    def __init__(
+        self, name: str, program: Callable[[Leaves], Any], kinds: tuple[type, ...], count: int, *, donates: bool
+    ) -> None:
+        self._name, self._program, self._kinds, self._count, self._donates = name, program, kinds, count, donates
         self._made: tuple[_Facts, Callable[..., Leaves]] | None = None
 
     def __call__(self, arrays: Leaves) -> Any:
@@ -164,8 +170,8 @@ class Eager:
 
     def _compiled(self, first: list[_Trace]) -> tuple[_Facts, Callable[..., Leaves]]:
         """What is read off a trace, and the program under `jax.jit`, which takes that trace if it is still there."""
-        program, donates, avals = self._program, self._donates, first[0].jaxpr.in_avals
-        facts = _facts_of(*first, donates=donates)
+        program, kinds, donates, avals = self._program, self._kinds, self._donates, first[0].jaxpr.in_avals
+        facts = _facts_of(first[0], kinds, donates=donates)
         unread = split(facts.reads, avals)[1]
 
         def run(donated: Leaves, given: Leaves, closed_over: tuple[Array, ...]) -> Leaves:
@@ -174,7 +180,7 @@ class Eager:
                 trace = first.pop()
             else:
                 trace = _traced(program, arrays)
-                if not facts.are(_facts_of(trace, donates=donates)):
+                if not facts.are(_facts_of(trace, kinds, donates=donates)):
                     raise _Changed(trace)
             jaxpr, values = trace.jaxpr, dict(zip(map(id, facts.closed), closed_over, strict=True))
             consts = [values.get(id(const), const) for const in jaxpr.consts]
@@ -197,9 +203,9 @@ def _traced(program: Callable[[Leaves], Any], arrays: Sequence[Any]) -> _Trace:
     return _Trace(jax.make_jaxpr(flat)(*arrays), *structures)
 
 
-def _facts_of(trace: _Trace, *, donates: bool) -> _Facts:
+def _facts_of(trace: _Trace, kinds: tuple[type, ...], *, donates: bool) -> _Facts:
     jaxpr, consts = trace.jaxpr.jaxpr, trace.jaxpr.consts
-    passed = {var: const for var, const in zip(jaxpr.constvars, consts, strict=True) if _is_array(const)}
+    passed = {var: const for var, const in zip(jaxpr.constvars, consts, strict=True) if _is_one(const, kinds)}
     places = {} if donates else {var: place for place, var in enumerate((*jaxpr.invars, *passed))}
     returned = tuple([None if hasattr(atom, "val") else places.get(atom) for atom in jaxpr.outvars])
     atoms = [atom for atom, place in zip(jaxpr.outvars, returned, strict=True) if place is None]
@@ -207,8 +213,9 @@ def _facts_of(trace: _Trace, *, donates: bool) -> _Facts:
     return _Facts(trace.structure, returned, tuple([var in read for var in jaxpr.invars]), tuple(passed.values()))
 
 
-def _is_array(const: object) -> bool:
-    """Whether a constant may be an argument: not if it is mutable, of which a program has to know which it is."""
-    if not isinstance(const, jax.Array | np.ndarray) or isinstance(const, Tracer):
+def _is_one(const: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a constant is of some kinds, and may be an argument: of a mutable array, a program knows which it is."""
+    if not isinstance(const, kinds) or isinstance(const, Tracer):
         return False
-    return isinstance(jax.typeof(const), ShapedArray) and const.dtype != jax.dtypes.float0
+    aval = jax.typeof(const)
+    return isinstance(aval, ShapedArray) and aval.dtype != jax.dtypes.float0

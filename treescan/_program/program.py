@@ -82,5 +82,6 @@ def execute(program: Program, given: Arguments, programs: Memo, *, donates: bool
         raise Taken(program, given)
     if is_jit_disabled() or replacement() is not None:
         return program(given)
-    key, verb = (is_rewriting(), debugs_nans(), checks_key_reuse()), program.call.convention.verb
-    return run_compiled(key, verb, program, given, programs, frozen=program.call.frozen, donates=donates)
+    key, call = (is_rewriting(), debugs_nans(), checks_key_reuse()), program.call
+    plain, frozen, verb = not program.transforms, call.frozen, call.convention.verb
+    return run_compiled(key, verb, program, given, programs, plain=plain, frozen=frozen, donates=donates)
