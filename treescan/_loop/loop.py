@@ -218,7 +218,7 @@ def _forget(reference: _Reference, forget: Callable[..., Any] = _bodies.pop) -> 
         body.memo.clear()
 
 
-_programs = Memo(kept=1024)  # one for each length and type: JAX keeps as many for an eager `jax.lax.scan`
+_programs = Memo(kept=1024)  # there is one for each length, and for each list of types
 
 
 class Step(Protocol):
